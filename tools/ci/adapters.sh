@@ -1,9 +1,10 @@
 #!/usr/bin/env bash
 # The adapters for other engines: their lints, tests and examples, which train, go on from a checkpoint on another number of
 # ranks, run under `phalanx launch`, and get the same weights on one rank with accumulation, on two ranks of a host and on two
-# hosts (network namespaces).
+# hosts (network namespaces). Burn's on Mesa's software GPU too.
 # Usage: tools/ci/adapters.sh PHALANX
-# Skips where a crate cannot be had, and the two hosts where namespaces cannot be made.
+# Skips where a crate cannot be had, the two hosts where namespaces cannot be made, and the software GPU where Mesa cannot be
+# installed.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 root=$PWD
@@ -27,9 +28,11 @@ if grep -E '^(phalanx-(cli|data|flow|http|nn|report|track|train)|hyper|prost|tok
     echo "the adapters bring dependencies of the binary"
     exit 1
 fi
-cargo clippy --workspace --all-targets --all-features --locked --quiet -- -D warnings
-cargo test --workspace --all-features --locked --quiet
-RUSTDOCFLAGS="-D warnings" cargo doc --workspace --all-features --no-deps --locked --quiet
+# The feature cuda downloads LLVM, and vulkan compiles for minutes.
+features=(--features phalanx-burn/train)
+cargo clippy --workspace --all-targets "${features[@]}" --locked --quiet -- -D warnings
+cargo test --workspace "${features[@]}" --locked --quiet
+RUSTDOCFLAGS="-D warnings" cargo doc --workspace "${features[@]}" --no-deps --locked --quiet
 candle=$CARGO_TARGET_DIR/debug/examples/mnist_candle
 burn=$CARGO_TARGET_DIR/debug/examples/mnist_burn
 cd "$out"
@@ -75,6 +78,26 @@ for train in "$candle --epochs 2 --checkpoint CHECKPOINT" "$burn --epochs 1"; do
 done
 [[ "$(wc -l <weights)" = $((${#hosts} ? 6 : 4)) && "$(uniq weights | wc -l)" = 2 ]] ||
     { echo "not the same weights in each way of two trainings:"; cat weights; exit 1; }
+# Burn by wgpu on Mesa's software GPU: one build more, which replaces the example.
+has_mesa() { compgen -G "/usr/share/vulkan/icd.d/lvp_icd.*" >/dev/null; }
+export XDG_RUNTIME_DIR="$out" LP_NUM_THREADS=1
+has_mesa || timeout 100 apt-get update -q >/dev/null 2>&1 || true
+has_mesa || timeout 120 apt-get install -y -q --no-install-recommends mesa-vulkan-drivers >/dev/null 2>&1 || true
+if has_mesa; then
+    wgpu=("--manifest-path=$root/adapters/Cargo.toml" -p phalanx-burn --features train,wgpu --locked --quiet)
+    cargo build "${wgpu[@]}" --test it --example mnist_burn
+    cargo test "${wgpu[@]}" --test it devices
+    if "$burn" --device wgpu >refused 2>&1 || ! grep -q "; --device wgpu:cpu uses it" refused; then
+        echo "--device wgpu was not refused:"; cat refused; exit 1
+    fi
+    gpu=("$burn" --device wgpu:cpu --epochs 1 --samples 128 --batch-size 32 --dropout 0)
+    run "${gpu[@]}" --nproc-per-node 2
+    run "${gpu[@]}" --micro-batches 2
+    [ "$(sed -n 's/.*  weights //p' log | tail -n 2 | uniq | wc -l)" = 1 ] ||
+        { echo "not the same weights on a software GPU:"; tail -n 4 log; exit 1; }
+else
+    echo "Burn on a software GPU: skipped, mesa-vulkan-drivers is not installed and cannot be"
+fi
 # The first programs of the guide, as projects of their own.
 for engine in candle burn; do
     page=$root/docs/guide/$engine.md

@@ -2,6 +2,7 @@
 //!
 //! ```text
 //! cargo run --release -p phalanx-burn --example mnist_burn -- --nproc-per-node 2
+//! cargo run --release -p phalanx-burn --features wgpu --example mnist_burn -- --nproc-per-node 2 --device wgpu
 //! ```
 
 use std::num::NonZeroUsize;
@@ -17,7 +18,9 @@ use burn::optim::{AdamWConfig, GradientsParams};
 use burn::tensor::activation::relu;
 use burn::tensor::{Device, Int, Tensor, TensorData};
 use phalanx_burn::comm::ReduceOp;
-use phalanx_burn::{DistributedDataParallel, RankContext, Result, clap};
+use phalanx_burn::{
+    DeviceChoice, DistributedDataParallel, RankContext, ReplicaOptions, Result, clap,
+};
 use phalanx_data::sampler::{Sampler, SamplerConfig};
 use phalanx_data::{Dataset as _, ImageBatch, ImageDataset, mnist};
 
@@ -39,12 +42,15 @@ struct Args {
     /// Share of the values that dropout sets to 0
     #[arg(long, default_value_t = 0.3)]
     dropout: f64,
-    /// Train on the first N samples only
+    /// Train and test on the first N samples only
     #[arg(long, value_name = "N", default_value_t = usize::MAX, hide_default_value = true)]
     samples: usize,
     /// Learning rate
     #[arg(long, default_value_t = 1e-3)]
     lr: f64,
+    /// auto, cpu, wgpu, vulkan or cuda; a card by its number, as in cuda:0; a software device as wgpu:cpu
+    #[arg(long, default_value_t)]
+    device: DeviceChoice,
     /// Seed of the first weights, the shuffling and dropout
     #[arg(long, default_value_t = 0)]
     seed: u64,
@@ -110,11 +116,11 @@ fn divided(indices: &[u64], parts: usize) -> Vec<Vec<u64>> {
 
 fn train(rank: &RankContext, args: &Args) -> Result<()> {
     let (train, test) = mnist::open(&args.data, args.seed)?;
-    let device = Device::default().autodiff();
+    let mut options = ReplicaOptions::default(); // ranks
+    let device = args.device.open(rank, &mut options)?.autodiff(); // ranks
     device.seed(args.seed.wrapping_add(rank.rank() as u64)); // ranks
     let model = Cnn::new(&device, args.dropout);
-    let (mut ddp, mut model) =
-        DistributedDataParallel::new(&rank.group(), model, Default::default())?; // ranks
+    let (mut ddp, mut model) = DistributedDataParallel::new(&rank.group(), model, options)?; // ranks
     let mut optimizer = AdamWConfig::new().init();
     let cross_entropy = CrossEntropyLossConfig::new().init(&device);
     let sampler = |samples, shuffle| {
@@ -128,7 +134,7 @@ fn train(rank: &RankContext, args: &Args) -> Result<()> {
         Sampler::exact(config, args.batch_size)
     };
     let train_order = sampler(train.len().min(args.samples), true)?;
-    let test_order = sampler(test.len(), false)?;
+    let test_order = sampler(test.len().min(args.samples), false)?;
     for epoch in 0..args.epochs {
         let mut totals = [0f64; 4]; // loss and samples in training; right answers and samples in the test
         for part in train_order.epoch(epoch).iter() {

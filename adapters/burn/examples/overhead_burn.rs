@@ -1,5 +1,6 @@
 //! What `DistributedDataParallel` costs: the CNN of `mnist_burn` is trained without averaging, with gradients averaged by hand
-//! in one slice, and by `DistributedDataParallel`, a few steps of each in turn. Prints the median of a step of each.
+//! in one slice, and by `DistributedDataParallel`, a few steps of each in turn. Prints the medians of a step and
+//! of the averaging in it, copies included.
 //!
 //! ```text
 //! cargo run --release -p phalanx-burn --example overhead_burn -- --nproc-per-node 2
@@ -11,9 +12,12 @@ use std::time::Instant;
 use burn::module::{Module as _, ModuleVisitor, Param};
 use burn::nn::loss::CrossEntropyLossConfig;
 use burn::optim::{AdamWConfig, GradientsParams};
-use burn::tensor::{Device, Tensor, TensorData};
+use burn::tensor::{Tensor, TensorData};
 use phalanx_burn::comm::{ProcessGroup, ReduceOp};
-use phalanx_burn::{DistributedDataParallel, RankContext, Result, clap};
+use phalanx_burn::{
+    DeviceChoice, DistributedDataParallel, Error, ErrorKind, RankContext, ReplicaOptions, Result,
+    clap,
+};
 use phalanx_data::mnist;
 
 #[allow(dead_code, reason = "the model and the reader of another example")]
@@ -30,9 +34,15 @@ struct Args {
     /// Samples of a rank in a step
     #[arg(long, default_value_t = 32)]
     batch_size: u64,
-    /// Rounds; each trains 20 steps in each way
+    /// Rounds; each trains some steps in each way
     #[arg(long, default_value_t = 15)]
     rounds: usize,
+    /// Steps of a round in each way
+    #[arg(long, default_value_t = 20)]
+    steps: usize,
+    /// auto, cpu, wgpu, vulkan or cuda; a card by its number, as in cuda:0; a software device as wgpu:cpu
+    #[arg(long, default_value_t)]
+    device: DeviceChoice,
 }
 
 const WAYS: [&str; 3] = ["no averaging", "one slice", "DistributedDataParallel"];
@@ -87,10 +97,16 @@ fn by_hand(
 
 fn measure(rank: &RankContext, args: &Args) -> Result<()> {
     let (train, _) = mnist::open(&args.data, 0)?;
-    let device = Device::default().autodiff();
+    let mut options = ReplicaOptions::default();
+    let device = args.device.open(rank, &mut options)?.autodiff();
+    // Backward and the optimizer only queue work on a card.
+    let wait = || {
+        let waited = device.sync();
+        waited.map_err(|e| Error::new(ErrorKind::Failed, format!("the device failed: {e}")))
+    };
     let group = rank.group();
     let model = Cnn::new(&device, 0.3);
-    let (mut ddp, mut model) = DistributedDataParallel::new(&group, model, Default::default())?;
+    let (mut ddp, mut model) = DistributedDataParallel::new(&group, model, options)?;
     let mut optimizer = AdamWConfig::new().init();
     let cross_entropy = CrossEntropyLossConfig::new().init(&device);
     let first = rank.rank() as u64 * args.batch_size;
@@ -99,27 +115,37 @@ fn measure(rank: &RankContext, args: &Args) -> Result<()> {
     let mut seconds = [const { Vec::new() }; 3];
     for _ in 0..args.rounds {
         for (way, seconds) in seconds.iter_mut().enumerate() {
-            for _ in 0..20 {
+            for _ in 0..args.steps {
                 group.barrier()?;
                 let start = Instant::now();
                 let loss = cross_entropy.forward(model.forward(images.clone()), labels.clone());
                 let gradients = GradientsParams::from_grads(loss.backward(), &model);
+                wait()?;
+                let averaging = Instant::now();
                 let gradients = match way {
                     0 => gradients,
                     1 => by_hand(&group, &model, gradients)?,
                     _ => ddp.average(&model, gradients)?,
                 };
+                wait()?;
+                let averaged = averaging.elapsed().as_secs_f64();
                 model = optimizer.step(1e-3, model, gradients);
+                wait()?;
                 group.barrier()?;
-                seconds.push(start.elapsed().as_secs_f64());
+                seconds.push((start.elapsed().as_secs_f64(), averaged));
             }
         }
     }
-    for (way, mut seconds) in WAYS.iter().zip(seconds) {
-        seconds.sort_by(f64::total_cmp);
-        let median = 1e3 * seconds[seconds.len() / 2];
+    for (way, seconds) in WAYS.iter().zip(seconds) {
+        let (mut steps, mut averages): (Vec<f64>, Vec<f64>) = seconds.into_iter().unzip();
+        steps.sort_by(f64::total_cmp);
+        averages.sort_by(f64::total_cmp);
+        let [step, averaging] = [steps, averages].map(|all| 1e3 * all[all.len() / 2]);
         if rank.is_main() {
-            rank.line(&format!("{way:24}{median:.3} ms a step"))?;
+            rank.line(&format!(
+                "{way:24}{step:.3} ms a step, {averaging:.3} ms of it averaging ({:.1} %)",
+                100.0 * averaging / step
+            ))?;
         }
     }
     Ok(())

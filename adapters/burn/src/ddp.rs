@@ -2,14 +2,15 @@
 
 use burn::module::Module;
 use burn::optim::GradientsParams;
+use burn::tensor::{DType, TensorData};
 use phalanx_base::{Error, Result};
 use phalanx_comm::ProcessGroup;
 use phalanx_ddp::{GlobalBatch, Replica, ReplicaOptions, broadcast_parameters};
 
-use crate::tensors::{Outline, given, staged, taken, values, with_values};
+use crate::tensors::{Described, Gradients, Outline, given, staged, with_values};
 
 /// The types whose values are exact in f32, in which gradients are averaged.
-const AVERAGED: [&str; 4] = ["F32", "Flex32", "F16", "BF16"];
+const AVERAGED: [DType; 4] = [DType::F32, DType::Flex32, DType::F16, DType::BF16];
 
 /// One rank's copy of a Burn module: the same initial weights on all ranks, and gradients that are averaged over them.
 ///
@@ -72,15 +73,15 @@ impl DistributedDataParallel {
     ) -> Result<(Self, M)> {
         let outline = Outline::of(&model);
         for tensor in &outline.tensors {
-            if !AVERAGED.contains(&&*tensor.dtype) {
+            if !AVERAGED.contains(&tensor.dtype) {
                 return Err(Error::usage(format!(
-                    "the tensor {} is {}; only f32, f16 and bf16 can be averaged over ranks, in f32",
+                    "the tensor {} is {:?}; only f32, f16 and bf16 can be averaged over ranks, in f32",
                     tensor.name, tensor.dtype
                 )));
             }
             options
                 .must_agree
-                .push(format!("{} is {}", tensor.name, tensor.dtype));
+                .push(format!("{} is {:?}", tensor.name, tensor.dtype));
         }
         if !outline
             .tensors
@@ -137,37 +138,29 @@ impl DistributedDataParallel {
 
     fn add(&mut self, model: &impl Module, gradients: GradientsParams) -> Result<()> {
         self.check_or_abort(model)?;
-        let outline = &self.outline;
-        let trained = outline.tensors.iter().filter(|t| t.trained.is_some());
+        let trained = self.outline.tensors.iter().filter(|t| t.trained.is_some());
         let names: Vec<&str> = trained.map(|tensor| &*tensor.name).collect();
-        let mut taken = taken(model, outline, gradients);
-        self.replica.backward(|index, out| -> Result<bool> {
-            let Some(gradient) = taken.get_mut(index).and_then(Option::take) else {
-                return Ok(false);
-            };
-            let values = values(gradient, names[index])?;
-            if values.len() != out.len() {
-                return Err(Error::usage(format!(
-                    "the gradient of {} has {} values, not {}",
-                    names[index],
-                    values.len(),
-                    out.len()
-                )));
-            }
-            out.copy_from_slice(&values);
-            Ok(true)
-        })
+        let bucket = |parameter| self.replica.bucket(parameter);
+        let mut gradients = Gradients::of(model, &self.outline, gradients, bucket);
+        self.replica
+            .backward(|index, out| gradients.copy(index, names[index], out))
     }
 
     /// The gradients of the step, averaged.
     fn averaged(&mut self, model: &impl Module) -> Result<GradientsParams> {
         self.check_or_abort(model)?;
         let commit = self.replica.finish()?;
-        let averaged = |index| match commit.is_yes() {
-            true => Some(self.replica.gradient(index)?.collect()),
-            false => None,
+        let averaged = |tensor: &Described| {
+            let gradient = self.replica.gradient(tensor.trained?)?;
+            let values = TensorData::new(gradient.collect::<Vec<f32>>(), tensor.shape.clone());
+            Some(values.convert_dtype(tensor.dtype))
         };
-        Ok(given(model, &self.outline, averaged))
+        let trained = self.outline.tensors.iter().filter(|t| t.trained.is_some());
+        let gradients = match commit.is_yes() {
+            true => trained.map(averaged).collect(),
+            false => Vec::new(),
+        };
+        Ok(given(model, &self.outline, gradients))
     }
 
     /// As [`check`](Self::check); aborts the group after an error, so that the other ranks do not wait for this one.

@@ -3,6 +3,8 @@
 //! [`DistributedDataParallel`] gives every rank the same weights and averages [`GradientsParams`](burn::optim::GradientsParams)
 //! over the ranks, bucket by bucket. Any module, device with autodiff and optimizer of Burn works as it is.
 //!
+//! [`DeviceChoice`] is the flag `--device` of a program: it opens the CPU, or the card of a rank.
+//!
 //! With the feature `train`, [`DataParallel`] runs Burn's `Learner` on all ranks.
 //!
 //! A program is started by [`main`] or [`main_with`], which take `--nproc-per-node` and the other flags about ranks, or forms
@@ -11,6 +13,7 @@
 #![forbid(unsafe_code)]
 
 mod ddp;
+mod device;
 #[cfg(feature = "train")]
 mod learner;
 mod tensors;
@@ -19,6 +22,7 @@ use std::process::ExitCode;
 
 pub use clap;
 pub use ddp::{DistributedDataParallel, Step};
+pub use device::DeviceChoice;
 #[cfg(feature = "train")]
 pub use learner::DataParallel;
 pub use phalanx_base::{Error, ErrorKind, Result};

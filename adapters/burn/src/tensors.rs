@@ -1,8 +1,10 @@
 //! A module's tensors, in the order in which Burn visits them.
 
+use std::fmt;
+
 use burn::module::{Module, ModuleMapper, ModuleVisitor, Param, ParamId};
 use burn::optim::GradientsParams;
-use burn::tensor::{Tensor, TensorData};
+use burn::tensor::{DType, DataError, Device, Shape, Tensor, TensorData, Transaction, bf16, f16};
 use phalanx_base::{Error, ErrorKind, Result};
 use phalanx_ddp::{HostTensor, HostTensors, Parameters as _};
 
@@ -20,7 +22,8 @@ pub(crate) struct Described {
     pub(crate) id: ParamId,
     /// Its number among those that have a gradient. Without one it is frozen, or a running statistic.
     pub(crate) trained: Option<usize>,
-    pub(crate) dtype: String,
+    pub(crate) shape: Shape,
+    pub(crate) dtype: DType,
 }
 
 impl Outline {
@@ -40,7 +43,8 @@ impl ModuleVisitor for Outline {
             name: self.path.join("."),
             id: param.id,
             trained,
-            dtype: format!("{:?}", value.dtype()),
+            shape: value.shape(),
+            dtype: value.dtype(),
         });
     }
 
@@ -165,75 +169,158 @@ pub(crate) fn with_values<M: Module>(
     })
 }
 
-/// Takes the gradients of trained tensors out of Burn's container, in one dimension each.
-struct Taker<'a> {
+/// Gradients on their way to host memory, by number of the trained tensor. Those of a bucket are read in one transaction.
+struct Taker<'a, F> {
     outline: &'a Outline,
     at: usize,
     from: &'a mut GradientsParams,
-    taken: Vec<Option<Tensor<1>>>,
+    bucket: F,
+    reads: Vec<Read>,
 }
 
-impl ModuleVisitor for Taker<'_> {
+/// Gradients of one bucket, which are on one device.
+struct Read {
+    bucket: usize,
+    device: Device,
+    numbers: Vec<usize>,
+    transaction: Transaction,
+}
+
+impl<F: Fn(usize) -> usize> ModuleVisitor for Taker<'_, F> {
     fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
         let trained = self.outline.tensors[self.at].trained;
         self.at += 1;
-        if trained.is_some() {
-            let gradient = self.from.remove::<D>(param.id);
-            self.taken.push(gradient.map(|g| g.flatten::<1>(0, D - 1)));
-        }
+        let Some(number) = trained else {
+            return;
+        };
+        let Some(gradient) = self.from.remove::<D>(param.id) else {
+            return;
+        };
+        let (bucket, device) = ((self.bucket)(number), gradient.device());
+        let is_same = |read: &mut Read| read.bucket == bucket && read.device == device;
+        let mut read = self.reads.pop_if(is_same).unwrap_or_else(|| Read {
+            bucket,
+            device,
+            numbers: Vec::new(),
+            transaction: Transaction::default(),
+        });
+        read.numbers.push(number);
+        read.transaction = read.transaction.register(gradient);
+        self.reads.push(read);
     }
 }
 
-/// The gradients by number of the trained tensor; `None` where the loss does not depend on it.
-pub(crate) fn taken(
-    model: &impl Module,
-    outline: &Outline,
-    mut from: GradientsParams,
-) -> Vec<Option<Tensor<1>>> {
-    let mut taker = Taker {
-        outline,
-        at: 0,
-        from: &mut from,
-        taken: Vec::new(),
-    };
-    model.visit(&mut taker);
-    taker.taken
+/// The gradients of a micro-batch, which are copied to host memory in the order of the buckets.
+pub(crate) struct Gradients {
+    /// The next one is the last.
+    reads: Vec<Read>,
+    /// Of the bucket that was read last.
+    arrived: Vec<(usize, TensorData)>,
+}
+
+impl Gradients {
+    /// Those of the trained tensors of a module. `bucket` returns the bucket of a tensor by its number.
+    pub(crate) fn of(
+        model: &impl Module,
+        outline: &Outline,
+        mut from: GradientsParams,
+        bucket: impl Fn(usize) -> usize,
+    ) -> Gradients {
+        let mut taker = Taker {
+            outline,
+            at: 0,
+            from: &mut from,
+            bucket,
+            reads: Vec::new(),
+        };
+        model.visit(&mut taker);
+        Gradients {
+            reads: taker.reads,
+            arrived: Vec::new(),
+        }
+    }
+
+    /// Copies the gradient of a tensor to `out`; `false` if the loss does not depend on the tensor. Asked for the last
+    /// tensor first. Waits for the device at the first gradient of a bucket.
+    pub(crate) fn copy(&mut self, number: usize, name: &str, out: &mut [f32]) -> Result<bool> {
+        let failed = |e: &dyn fmt::Display| {
+            let text = format!("cannot read the gradient of {name}: {e}");
+            Error::new(ErrorKind::Failed, text)
+        };
+        let is_next = |read: &mut Read| read.numbers.last() == Some(&number);
+        if let Some(read) = self.reads.pop_if(is_next) {
+            let data = read.transaction.try_execute().map_err(|e| failed(&e))?;
+            self.arrived = read.numbers.into_iter().zip(data).collect();
+        }
+        let Some((_, data)) = self.arrived.pop_if(|(at, _)| *at == number) else {
+            return Ok(false);
+        };
+        let (read, wanted) = (data.num_elements(), out.len());
+        if read != wanted {
+            return Err(Error::usage(format!(
+                "the gradient of {name} has {read} values, not {wanted}"
+            )));
+        }
+        widen(&data, out).map_err(|e| failed(&e))?;
+        Ok(true)
+    }
+}
+
+/// Copies values to `out`, as f32, without a copy in between.
+fn widen(data: &TensorData, out: &mut [f32]) -> std::result::Result<(), DataError> {
+    fn each<T: Copy>(from: &[T], out: &mut [f32], wide: impl Fn(T) -> f32) {
+        let pairs = out.iter_mut().zip(from);
+        pairs.for_each(|(out, value)| *out = wide(*value));
+    }
+    match data.dtype() {
+        DType::F32 => out.copy_from_slice(data.as_slice()?),
+        DType::F16 => each(data.as_slice()?, out, f16::to_f32),
+        DType::BF16 => each(data.as_slice()?, out, bf16::to_f32),
+        _ => out
+            .iter_mut()
+            .zip(data.iter())
+            .for_each(|(out, value)| *out = value),
+    }
+    Ok(())
 }
 
 /// Gives Burn's container the averaged gradients.
-struct Giver<'a, F> {
+struct Giver<'a, D> {
     outline: &'a Outline,
     at: usize,
-    averaged: F,
+    averaged: D,
     to: GradientsParams,
 }
 
-impl<F: FnMut(usize) -> Option<Vec<f32>>> ModuleVisitor for Giver<'_, F> {
+impl<I: Iterator<Item = Option<TensorData>>> ModuleVisitor for Giver<'_, I> {
     fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
         let trained = self.outline.tensors[self.at].trained;
         self.at += 1;
-        if let Some(index) = trained
-            && let Some(values) = (self.averaged)(index)
+        if trained.is_some()
+            && let Some(data) = self.averaged.next().flatten()
         {
             // Optimizers work on the device without autodiff.
             let like = param.val().inner();
-            let data = TensorData::new(values, like.dims());
             let gradient = Tensor::<D>::from_data(data, (&like.device(), like.dtype()));
             self.to.register(param.id, gradient);
         }
     }
 }
 
-/// The gradients that `averaged` returns by number of the trained tensor.
+/// The gradients that `averaged` has by number of the trained tensor, on the module's devices.
 pub(crate) fn given(
     model: &impl Module,
     outline: &Outline,
-    averaged: impl FnMut(usize) -> Option<Vec<f32>>,
+    mut averaged: Vec<Option<TensorData>>,
 ) -> GradientsParams {
+    // Memory from which a device copies faster, if it has some.
+    if let Some(device) = model.devices().first() {
+        device.staging(averaged.iter_mut().flatten());
+    }
     let mut giver = Giver {
         outline,
         at: 0,
-        averaged,
+        averaged: averaged.into_iter(),
         to: GradientsParams::new(),
     };
     model.visit(&mut giver);

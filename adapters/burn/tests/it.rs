@@ -1,5 +1,6 @@
 //! Against Burn alone and serial folds. The ranks are threads.
 
+mod devices;
 #[cfg(feature = "train")]
 mod learner;
 
@@ -26,7 +27,7 @@ fn ranks<T: Send>(world: usize, rank: impl Fn(ProcessGroup) -> T + Sync) -> Vec<
 }
 
 fn device() -> Device {
-    Device::default().autodiff()
+    Device::flex().autodiff()
 }
 
 /// Numbers between -1 and 1 that differ by `seed`.
@@ -331,7 +332,7 @@ fn frozen_parameters_keep_their_values_and_others_are_named() {
 #[test]
 fn mistakes_are_named() {
     ranks(1, |group| {
-        let model = LinearConfig::new(2, 1).init(&Device::default());
+        let model = LinearConfig::new(2, 1).init(&Device::flex());
         let error = DistributedDataParallel::new(&group, model, Default::default()).err();
         let text = error.expect("refused").to_string();
         assert!(text.contains("autodiff"), "{text}");

@@ -194,6 +194,12 @@ impl Replica {
         self.reducer.group()
     }
 
+    /// Index of the bucket in which the gradient of a parameter is reduced. The parameters of a bucket have consecutive
+    /// numbers, so [`backward`](Self::backward) asks for all gradients of one bucket before those of the next.
+    pub fn bucket(&self, parameter: usize) -> usize {
+        self.reducer.plan().place(parameter).0
+    }
+
     /// Starts a step in which this rank has one micro-batch of each of `sizes` samples (or tokens). Sizes of 0 are left out:
     /// there is no [`backward`](Self::backward) for them. An empty list means that the rank has run out of data: it takes
     /// part with zeros until all have, as the result says (`samples` is 0).
