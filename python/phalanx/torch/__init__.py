@@ -1143,6 +1143,9 @@ def _anywhere(name, direct):
     """``direct``, the method ``name`` of `PhalanxBackend`, also for tensors of a GPU."""
 
     def call(self, *args):
+        first = args[0][0] if type(args[0]) is list and args[0] else args[0]
+        if type(first) in _PLAIN and first.is_cpu:
+            return direct(self, *args)
         first = _first(args[:2])
         if first is not None and first.device.type not in ("cpu", "meta"):
             return self._stage(name, args)
