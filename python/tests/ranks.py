@@ -622,7 +622,15 @@ def test_device(rank, world):
     elif rank == 1:
         dist.recv(given.resize_(4), 0)
         same(given, torch.full((4,), 7.0))
+    world_group = dist.group.WORLD
     dist.destroy_process_group()
+    for device in ("late", "cpu"):
+        try:
+            world_group.allreduce([torch.ones(1, device=device)]).wait()
+        except RuntimeError as error:
+            assert "shut down" in str(error), error
+        else:
+            raise AssertionError("the group is gone")
 
 
 def hosted_store(rank):

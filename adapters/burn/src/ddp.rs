@@ -83,11 +83,7 @@ impl DistributedDataParallel {
                 .must_agree
                 .push(format!("{} is {:?}", tensor.name, tensor.dtype));
         }
-        if !outline
-            .tensors
-            .iter()
-            .any(|tensor| tensor.trained.is_some())
-        {
+        if outline.trained().next().is_none() {
             return Err(Error::usage(
                 "no tensor of the module has a gradient; make it on a device with autodiff (Device::default().autodiff())",
             ));
@@ -138,8 +134,7 @@ impl DistributedDataParallel {
 
     fn add(&mut self, model: &impl Module, gradients: GradientsParams) -> Result<()> {
         self.check_or_abort(model)?;
-        let trained = self.outline.tensors.iter().filter(|t| t.trained.is_some());
-        let names: Vec<&str> = trained.map(|tensor| &*tensor.name).collect();
+        let names: Vec<&str> = self.outline.trained().map(|t| &*t.name).collect();
         let bucket = |parameter| self.replica.bucket(parameter);
         let mut gradients = Gradients::of(model, &self.outline, gradients, bucket);
         self.replica
@@ -155,9 +150,8 @@ impl DistributedDataParallel {
             let values = TensorData::new(gradient.collect::<Vec<f32>>(), tensor.shape.clone());
             Some(values.convert_dtype(tensor.dtype))
         };
-        let trained = self.outline.tensors.iter().filter(|t| t.trained.is_some());
         let gradients = match commit.is_yes() {
-            true => trained.map(averaged).collect(),
+            true => self.outline.trained().map(averaged).collect(),
             false => Vec::new(),
         };
         Ok(given(model, &self.outline, gradients))

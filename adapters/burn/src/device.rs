@@ -73,7 +73,7 @@ impl FromStr for DeviceChoice {
 
     fn from_str(text: &str) -> Result<DeviceChoice> {
         use BackEnd::{Auto, Cpu, Cuda, Vulkan, Wgpu};
-        let (name, card) = text.split_once(':').unwrap_or((text, ""));
+        let (_, card) = text.split_once(':').unwrap_or((text, ""));
         let all = [Auto, Cpu, Cuda, Vulkan, Wgpu];
         let which = match card.parse() {
             Ok(number) => Which::Number(number),
@@ -87,7 +87,7 @@ impl FromStr for DeviceChoice {
                 Which::Number(_) => matches!(choice.back_end, Cuda | Vulkan | Wgpu),
                 Which::Software => matches!(choice.back_end, Vulkan | Wgpu),
             };
-            choice.back_end.name() == name && may_have && choice.to_string() == text
+            may_have && choice.to_string() == text
         });
         choice.ok_or_else(|| {
             Error::usage(

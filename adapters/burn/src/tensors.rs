@@ -32,6 +32,11 @@ impl Outline {
         model.visit(&mut outline);
         outline
     }
+
+    /// Those that have a gradient.
+    pub(crate) fn trained(&self) -> impl Iterator<Item = &Described> {
+        self.tensors.iter().filter(|t| t.trained.is_some())
+    }
 }
 
 impl ModuleVisitor for Outline {
@@ -285,10 +290,10 @@ fn widen(data: &TensorData, out: &mut [f32]) -> std::result::Result<(), DataErro
 }
 
 /// Gives Burn's container the averaged gradients.
-struct Giver<'a, D> {
+struct Giver<'a, I> {
     outline: &'a Outline,
     at: usize,
-    averaged: D,
+    averaged: I,
     to: GradientsParams,
 }
 

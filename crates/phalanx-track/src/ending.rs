@@ -176,12 +176,12 @@ fn used(dir: &Path) -> Vec<&'static str> {
 
 /// The tracker `name` of the run in `dir`, as its own process had it.
 fn tracker(dir: &Path, name: &str, env: &Env) -> Result<Box<dyn Tracker + Send>> {
-    let state = state_of(&Dir::open(dir)?, name);
+    let state = || Ok::<_, Error>(state_of(&Dir::open(dir)?, name));
     match name {
         WANDB => Ok(Box::new(Wandb::new(env))),
         // Without an address, the environment has it.
-        MLFLOW => mlflow(state["uri"].as_str().filter(|uri| !uri.is_empty()), env),
-        STORE => store(state["url"].as_str().unwrap_or_default()),
+        MLFLOW => mlflow(state()?["uri"].as_str().filter(|uri| !uri.is_empty()), env),
+        STORE => store(state()?["url"].as_str().unwrap_or_default()),
         _ => Ok(Box::new(TensorBoard::default())),
     }
 }

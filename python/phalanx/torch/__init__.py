@@ -490,14 +490,13 @@ class _Starts:
     """The thread that starts operations on copies of tensors of a GPU, in the order of the calls."""
 
     def __init__(self):
-        self._queue = queue.SimpleQueue()
-        self._last = None
+        self._queue = queue.Queue()
         self._thread = threading.Thread(target=self._run, name="phalanx-start", daemon=True)
         self._thread.start()
 
     def add(self, start):
         """A future of what ``start`` returns."""
-        started = self._last = concurrent.futures.Future()
+        started = concurrent.futures.Future()
         self._queue.put((started, start))
         return started
 
@@ -508,14 +507,13 @@ class _Starts:
             except BaseException as error:  # For who waits for it.
                 started.set_exception(error)
             del started, start
+            self._queue.task_done()
 
     def reach(self):
         """Waits until all are started; whether this is another thread than theirs."""
         if threading.current_thread() is self._thread:
             return False
-        last = self._last
-        if last is not None and not last.done():
-            concurrent.futures.wait([last])
+        self._queue.join()
         return True
 
     def end(self):
@@ -1061,6 +1059,7 @@ class PhalanxBackend(c10d.Backend):
             _ALIVE.remove(self)
             if self._starts is not None:
                 self._starts.end()
+                self._starts = None
             self._group.leave()
             self._waiters.end()
             with _MOVING:
@@ -1144,11 +1143,10 @@ def _anywhere(name, direct):
 
     def call(self, *args):
         first = args[0][0] if type(args[0]) is list and args[0] else args[0]
-        if type(first) in _PLAIN and first.is_cpu:
-            return direct(self, *args)
-        first = _first(args[:2])
-        if first is not None and first.device.type not in ("cpu", "meta"):
-            return self._stage(name, args)
+        if type(first) not in _PLAIN or not first.is_cpu:
+            first = _first(args[:2])
+            if first is not None and first.device.type not in ("cpu", "meta"):
+                return self._stage(name, args)
         return direct(self, *args)
 
     # As `_calls_reducer` looks for it.
@@ -1167,7 +1165,8 @@ def _operation(name, options):
         if len(args) == count and type(args[-1]) is options and not named and self._is_direct and not _is_watched():
             if all(map(_plain, args[:-1])):
                 return direct(self._backend, *args)
-            if type(_first(args[:2])) in _PLAIN and not _first(args[:2]).is_meta:
+            first = _first(args[:2])
+            if type(first) in _PLAIN and not first.is_meta:
                 return getattr(self._backend, name)(*args)
         return dispatched(self, *args, **named)
 
