@@ -61,8 +61,8 @@ mod value;
 
 pub use error::{Error, ErrorKind, Result};
 pub use losses::Reduction;
-pub use ops::Weight;
-pub use ops::custom::CustomOp;
+pub use ops::custom::{Computed, ComputedBackward, CustomOp, TakeGradient};
+pub use ops::{BatchStatistics, Weight};
 pub use param::{
     BufferId, GradSink, GradView, Grads, Init, Layout, LoraConfig, ParamId, ParamInfo, Params,
     Scope, Seed,

@@ -344,7 +344,7 @@ impl<'s> Value<'s> for Tensor<'s> {
     }
 
     fn is_training(&self) -> bool {
-        self.step().state().learns()
+        self.step().learns()
     }
 
     fn constant(&self, data: &[f32], shape: &[usize]) -> Result<Self> {

@@ -10,11 +10,16 @@ use phalanx_kernels::avg_pool::{self, AvgShape, Windows};
 /// Window, stride and padding of an average pooling.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct AvgPool2dOptions {
-    kernel: usize,
-    stride: usize,
-    padding: usize,
-    counted: bool,
-    ceil: bool,
+    /// Size of the square window.
+    pub kernel: usize,
+    /// Stride.
+    pub stride: usize,
+    /// Zeros on each side.
+    pub padding: usize,
+    /// Whether zeros of the padding count in the divisor (PyTorch: `count_include_pad`).
+    pub counted: bool,
+    /// Whether windows may reach past the end of the image (PyTorch: `ceil_mode`).
+    pub ceil: bool,
 }
 
 impl AvgPool2dOptions {
@@ -54,7 +59,8 @@ impl AvgPool2dOptions {
         AvgPool2dOptions { ceil: true, ..self }
     }
 
-    fn out_size(&self, input: usize) -> Option<usize> {
+    /// Outputs along a dimension of `input` inputs; `None` if the window does not fit.
+    pub fn out_size(&self, input: usize) -> Option<usize> {
         window_count(input, self.kernel, self.stride, self.padding, 1, self.ceil)
     }
 }

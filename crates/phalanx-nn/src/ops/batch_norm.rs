@@ -45,6 +45,20 @@ pub struct BatchNormOptions {
     pub eps: f64,
 }
 
+/// Mean and variance of the batch that a batch normalisation had, for its running statistics.
+pub struct BatchStatistics {
+    /// Where the running statistics are.
+    pub running: RunningStats,
+    /// As in [`BatchNormOptions`].
+    pub momentum: Option<f64>,
+    /// Values of each channel.
+    pub rows: usize,
+    /// Mean of each channel.
+    pub mean: Vec<f32>,
+    /// Unbiased variance of each channel.
+    pub var: Vec<f32>,
+}
+
 /// Replaces the statistics of a training batch by those of a larger one, of which this
 /// batch is a part (synchronised batch normalisation). Not used in evaluation.
 pub trait JoinStatistics: Send + Sync {
@@ -274,10 +288,8 @@ impl<'s> Tensor<'s> {
                 "batch_norm: expected more than one value per channel when training, got shape {dims:?}; use larger batches, or fewer micro-batches"
             )));
         }
-        if o.running.is_some() && st.statistics.stale() {
-            return Err(Error::usage(
-                "running statistics of the step before were not taken over; call Tape::update_buffers after each training step",
-            ));
+        if o.running.is_some() {
+            st.statistics.check_applied()?;
         }
         Ok((c, affine))
     }
@@ -517,8 +529,31 @@ impl Statistics {
         }
     }
 
-    fn stale(&self) -> bool {
-        self.old
+    fn check_applied(&self) -> Result<()> {
+        match self.old {
+            false => Ok(()),
+            true => Err(Error::usage(
+                "running statistics of the step before were not taken over; call Tape::update_buffers after each training step",
+            )),
+        }
+    }
+
+    /// Notes those of another engine.
+    pub(super) fn add(&mut self, params: &crate::Params, batch: &BatchStatistics) -> Result<()> {
+        let (mean, var, running) = (&batch.mean, &batch.var, batch.running);
+        for id in [running.mean, running.var] {
+            let info = params.buffer_info(id)?;
+            if info.len != mean.len() || info.len != var.len() {
+                let what = format!("another engine's statistics do not fit {}", info.name);
+                return Err(Error::usage(what));
+            }
+        }
+        params.buffer_info(running.batches)?;
+        self.check_applied()?;
+        self.count(batch.rows as f64, false);
+        let stats = mean.iter().copied().zip(var.iter().copied());
+        self.note(running, batch.momentum, stats);
+        Ok(())
     }
 
     /// A new step starts.

@@ -18,12 +18,18 @@ use phalanx_kernels::{Mode, elementwise};
 /// Kernel, stride, padding, dilation (height, width each) and groups of a convolution.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Conv2dOptions {
-    pub(crate) kernel: [usize; 2],
-    pub(crate) stride: [usize; 2],
-    pub(crate) padding: [usize; 2],
-    pub(crate) dilation: [usize; 2],
-    pub(crate) groups: usize,
-    pub(crate) bias: bool,
+    /// Size of the kernel.
+    pub kernel: [usize; 2],
+    /// Stride.
+    pub stride: [usize; 2],
+    /// Zeros on each side.
+    pub padding: [usize; 2],
+    /// Distance between kernel taps.
+    pub dilation: [usize; 2],
+    /// Number of groups.
+    pub groups: usize,
+    /// Whether the layer has a bias.
+    pub bias: bool,
 }
 
 /// For messages; a weight's shape says the rest.
@@ -102,8 +108,33 @@ impl Conv2dOptions {
         self
     }
 
-    /// Outputs along dimension `d` of `input` inputs.
-    pub(super) fn out_size(self, d: usize, input: usize) -> Option<usize> {
+    /// Those of a convolution of images of one row, which is the same as this one-dimensional one.
+    #[must_use]
+    pub fn of_row(self) -> Self {
+        Conv2dOptions {
+            kernel: [1, self.kernel[1]],
+            stride: [1, self.stride[1]],
+            padding: [0, self.padding[1]],
+            dilation: [1, self.dilation[1]],
+            ..self
+        }
+    }
+
+    /// Outputs of the transposed convolution along dimension `d` of `input` inputs, with `extra` more at the end; `None` if
+    /// the convolution back from these does not give `input`.
+    pub fn transposed_size(self, d: usize, input: usize, extra: usize) -> Option<usize> {
+        let reach = self.dilation[d].checked_mul(self.kernel[d].checked_sub(1)?)?;
+        let span = input.checked_sub(1)?.checked_mul(self.stride[d])?;
+        let size = span
+            .checked_add(reach)?
+            .checked_add(1)?
+            .checked_add(extra)?;
+        let size = size.checked_sub(self.padding[d].checked_mul(2)?)?;
+        (self.out_size(d, size) == Some(input)).then_some(size)
+    }
+
+    /// Outputs along dimension `d` (0 is the height) of `input` inputs; `None` if the kernel does not fit.
+    pub fn out_size(self, d: usize, input: usize) -> Option<usize> {
         let (stride, padding) = (self.stride[d], self.padding[d]);
         ConvShape::out_size(input, self.kernel[d], stride, padding, self.dilation[d])
     }
@@ -229,15 +260,8 @@ impl<'s> Tensor<'s> {
                 "conv1d needs sequences (N, L, C), got shape {dims:?}"
             )));
         };
-        let options = Conv2dOptions {
-            kernel: [1, options.kernel[1]],
-            stride: [1, options.stride[1]],
-            padding: [0, options.padding[1]],
-            dilation: [1, options.dilation[1]],
-            ..options
-        };
         let y = self.reshape(&[n, 1, l, c])?;
-        let y = y.conv2d_with(weight, bias, options, act)?;
+        let y = y.conv2d_with(weight, bias, options.of_row(), act)?;
         let dims = y.dims();
         y.reshape(&[n, dims[2], dims[3]])
     }

@@ -91,15 +91,7 @@ impl<'s> Tensor<'s> {
             return wrong(format!("{inp} inputs and {} groups do not fit", o.groups));
         }
         let out = group_out * o.groups;
-        let size = |d: usize, n: usize| {
-            let reach = o.dilation[d].checked_mul(o.kernel[d].checked_sub(1)?)?;
-            let span = n.checked_sub(1)?.checked_mul(o.stride[d])?;
-            let size = span.checked_add(reach)?.checked_add(1)?;
-            let size = size.checked_add(extra[d])?;
-            let size = size.checked_sub(o.padding[d].checked_mul(2)?)?;
-            // The convolution back must give this layer's input.
-            (o.out_size(d, size) == Some(n)).then_some(size)
-        };
+        let size = |d: usize, n: usize| o.transposed_size(d, n, extra[d]);
         let (Some(oh), Some(ow)) = (size(0, h), size(1, w)) else {
             return wrong(format!(
                 "{o} and {extra:?} more rows and columns does not fit images of {h} x {w}"

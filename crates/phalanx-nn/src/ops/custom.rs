@@ -1,10 +1,15 @@
-//! User-defined operations. They choose what they save, and whether they can be run again.
+//! User-defined operations, which choose what they save and whether they can be run again, and the results of other engines.
 
+use std::cell::RefCell;
+
+use super::batch_norm::BatchStatistics;
 use crate::error::outside;
+use crate::param::ParamId;
 use crate::pool::Buf;
-use crate::tape::{BackwardContext, Compute, Recorded, SlotId, State, Step, Visit};
+use crate::tape::{BackwardContext, Compute, Operand, Recorded, SlotId, State, Step, Visit};
 use crate::tensor::Shape;
-use crate::{Error, Result, Tensor};
+use crate::{Error, Precision, Result, Tensor};
+use phalanx_kernels::{Mode, elementwise};
 
 /// A user's operation, run through [`Step::custom`].
 ///
@@ -169,5 +174,142 @@ impl Recorded for Custom {
     fn recompute(&self, c: &mut Compute<'_>) -> Result<Buf> {
         let len = c.state.shape(self.out).numel();
         forward(&*self.op, &self.inputs, len, c.state)
+    }
+}
+
+/// A result of another engine, and how it gives the gradients: see [`Step::computed`].
+pub struct Computed {
+    /// The result, row by row.
+    pub values: Vec<f32>,
+    /// Its shape.
+    pub shape: Vec<usize>,
+    /// The parameters that it was computed with, each once.
+    pub params: Vec<ParamId>,
+    /// Those of the batch normalisations of a training step, in the order of the model.
+    pub statistics: Vec<BatchStatistics>,
+    /// The backward pass. An evaluation does not call it.
+    pub backward: Box<dyn ComputedBackward>,
+}
+
+/// Takes the gradient of a parameter.
+pub type TakeGradient<'a> = dyn FnMut(ParamId, Option<&[f32]>) -> Result<()> + 'a;
+
+/// The backward pass of another engine's [result](Computed).
+pub trait ComputedBackward: Send {
+    /// Gives `gradient` each parameter of [`Computed::params`] once, in an order that does not depend on the rank, with its
+    /// gradient row by row in PyTorch's shape, or `None` if the result does not depend on it. `output` is the gradient of the
+    /// result. A gradient may be averaged over ranks while the next one is on its way.
+    ///
+    /// # Errors
+    /// Those of `gradient`, and of the engine.
+    fn backward(
+        &mut self,
+        output: &[f32],
+        gradient: &mut TakeGradient<'_>,
+    ) -> phalanx_base::Result<()>;
+}
+
+pub(crate) struct Foreign {
+    out: SlotId,
+    params: Vec<ParamId>,
+    backward: RefCell<Box<dyn ComputedBackward>>,
+}
+
+impl Step<'_> {
+    /// A tensor that another engine has computed from [this step's parameters](Self::params) and inputs without gradients. Its
+    /// backward pass gives the parameters' gradients, which go where this engine's go: to the optimizer, and with
+    /// data-parallel training to the other ranks.
+    ///
+    /// # Errors
+    /// `Usage` when sizes do not fit, a parameter belongs to another model, or the step computes in
+    /// [bf16](crate::Tape::set_precision) or [joins statistics](crate::Tape::join_statistics), which other engines do not.
+    pub fn computed<'s>(&'s self, computed: Computed) -> Result<Tensor<'s>> {
+        let shape = Shape::new(&computed.shape)?;
+        let len = computed.values.len();
+        if shape.numel() != len {
+            return Err(Error::usage(format!(
+                "another engine's result of shape {shape:?} has {len} values"
+            )));
+        }
+        for id in &computed.params {
+            self.info(*id)?;
+        }
+        let out = {
+            let mut st = self.state();
+            if st.precision != Precision::F32 {
+                let what = "another engine does not compute in bf16: train in fp32";
+                return Err(Error::usage(what));
+            }
+            if st.join.is_some() && st.learns() && !computed.statistics.is_empty() {
+                let what = "another engine's batch norms cannot take the samples of all ranks: leave out synchronized batch norms";
+                return Err(Error::usage(what));
+            }
+            for batch in &computed.statistics {
+                st.statistics.add(self.params(), batch)?;
+            }
+            let wants = |id: &ParamId| st.wants_grad_of(Operand::Param(*id));
+            let wants = computed.params.iter().any(wants);
+            let mut buf = st.pool.get(len);
+            buf.slice_mut().copy_from_slice(&computed.values);
+            let out = st.add_output(shape, buf, wants);
+            let node = Foreign {
+                out,
+                params: computed.params,
+                backward: RefCell::new(computed.backward),
+            };
+            st.made(self.params(), node, wants)?;
+            out
+        };
+        Ok(Tensor::new(self, out))
+    }
+}
+
+impl Recorded for Foreign {
+    fn name(&self) -> Option<&'static str> {
+        Some("Computed")
+    }
+
+    fn visit(&self, f: &mut dyn FnMut(Visit)) {
+        f(Visit::Output(self.out));
+        self.params.iter().for_each(|id| f(Visit::Param(*id)));
+    }
+
+    fn backward(&self, ctx: &mut BackwardContext<'_>, dy: Buf) -> Result<()> {
+        let (params, threads) = (ctx.params, ctx.threads);
+        let mut missing = self.params.clone();
+        let mut gradient = |id: ParamId, values: Option<&[f32]>| {
+            let info = params.info(id)?;
+            let wrong = |what| Error::usage(format!("another engine gave {what} {}", info.name));
+            let Some(at) = missing.iter().position(|other| *other == id) else {
+                return Err(wrong("a second gradient of"));
+            };
+            missing.swap_remove(at);
+            if values.is_some_and(|values| values.len() != info.len) {
+                return Err(wrong("a gradient of another size than"));
+            }
+            ctx.operand_grad(Operand::Param(id), |slot, mode| match (mode, values) {
+                (Mode::Write, Some(values)) => info.layout.import(&info.shape, values, slot),
+                (Mode::Write, None) => slot.fill(0.0),
+                (Mode::Add, Some(values)) => {
+                    let mut own = vec![0.0; info.len];
+                    info.layout.import(&info.shape, values, &mut own);
+                    elementwise::add(threads, slot, &own);
+                }
+                (Mode::Add, None) => {}
+            })
+        };
+        let done = self
+            .backward
+            .borrow_mut()
+            .backward(dy.slice(), &mut gradient);
+        done.map_err(|e| outside(format!("another engine's backward pass failed: {e}"), e))?;
+        if let Some(id) = missing.first() {
+            let name = &params.info(*id)?.name;
+            return Err(Error::usage(format!(
+                "another engine gave no gradient of {name}"
+            )));
+        }
+        ctx.pool().put(dy);
+        Ok(())
     }
 }

@@ -101,6 +101,33 @@ impl<'s> Tensor<'s> {
     }
 }
 
+impl Step<'_> {
+    /// The factors, each 0 or 1 / (1 - p), with which the next [dropout](Tensor::dropout) of this step multiplies a tensor of
+    /// `shape`, or with `channels` [that](Tensor::dropout2d) of whole channels; `None` if it changes nothing. For engines that
+    /// compute [elsewhere](Step::computed).
+    ///
+    /// # Errors
+    /// As [`Tensor::dropout`].
+    pub fn dropout_mask(
+        &self,
+        p: f64,
+        shape: &[usize],
+        channels: bool,
+    ) -> Result<Option<Vec<f32>>> {
+        check_rate(p)?;
+        if !self.learns() {
+            return Ok(None);
+        }
+        let ones = vec![1.0; shape.iter().product()];
+        let ones = self.input(&ones, shape)?;
+        let mask = match channels {
+            true => ones.dropout2d(p)?,
+            false => ones.dropout(p)?,
+        };
+        Ok((p > 0.0).then(|| mask.to_vec()))
+    }
+}
+
 pub(super) fn check_rate(p: f64) -> Result<()> {
     if (0.0..=1.0).contains(&p) {
         return Ok(());

@@ -15,11 +15,16 @@ const MAX_WINDOW: usize = 256;
 /// Window, stride, padding and dilation (height, width each) of a max-pooling.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct MaxPool2dOptions {
-    kernel: [usize; 2],
-    stride: [usize; 2],
-    padding: [usize; 2],
-    dilation: [usize; 2],
-    ceil: bool,
+    /// Size of the window.
+    pub kernel: [usize; 2],
+    /// Stride.
+    pub stride: [usize; 2],
+    /// Padding on each side, which never wins.
+    pub padding: [usize; 2],
+    /// Distance between window taps.
+    pub dilation: [usize; 2],
+    /// Whether windows may reach past the end of the image (PyTorch: `ceil_mode`).
+    pub ceil: bool,
 }
 
 impl MaxPool2dOptions {
@@ -61,8 +66,8 @@ impl MaxPool2dOptions {
         MaxPool2dOptions { ceil: true, ..self }
     }
 
-    /// Output size along dimension `d`.
-    fn out_size(&self, d: usize, input: usize) -> Option<usize> {
+    /// Outputs along dimension `d` (0 is the height) of `input` inputs; `None` if the window does not fit.
+    pub fn out_size(&self, d: usize, input: usize) -> Option<usize> {
         let (kernel, stride) = (self.kernel[d], self.stride[d]);
         let (padding, dilation) = (self.padding[d], self.dilation[d]);
         window_count(input, kernel, stride, padding, dilation, self.ceil)

@@ -34,7 +34,7 @@ pub(crate) mod weight;
 use phalanx_kernels::elementwise::Clip;
 
 pub use avg_pool2d::AvgPool2dOptions;
-pub use batch_norm::{BatchNormOptions, JoinStatistics, RunningStats};
+pub use batch_norm::{BatchNormOptions, BatchStatistics, JoinStatistics, RunningStats};
 pub use conv2d::Conv2dOptions;
 pub use interpolate::Interpolation;
 pub use max_pool2d::MaxPool2dOptions;

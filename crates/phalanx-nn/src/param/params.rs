@@ -1,7 +1,7 @@
 //! The built parameters and buffers of a model.
 
 use std::ops::Range;
-use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 
 use super::layout::Layout;
 use super::lora::LoraConfig;
@@ -171,6 +171,14 @@ pub struct Params {
     pub(crate) buffer_values: AlignedBuf,
     pub(crate) buffer_infos: Vec<ParamInfo>,
     pub(super) lora: Option<LoraConfig>,
+    /// Of the values of parameters and buffers.
+    pub(super) versions: [u64; 2],
+}
+
+/// A number that no other values of this process have.
+pub(super) fn new_version() -> u64 {
+    static NEXT: AtomicU64 = AtomicU64::new(0);
+    NEXT.fetch_add(1, Ordering::Relaxed)
 }
 
 impl Params {
@@ -194,8 +202,15 @@ impl Params {
         &self.values
     }
 
+    /// Numbers that stand for the values of the parameters, and for those of the buffers: within a process, what has equal
+    /// numbers has equal values. A copy has those of the original until one of them is written.
+    pub fn versions(&self) -> [u64; 2] {
+        self.versions
+    }
+
     /// The whole region for writing; gaps must stay zero.
     pub fn flat_mut(&mut self) -> &mut [f32] {
+        self.versions[0] = new_version();
         &mut self.values
     }
 
@@ -212,6 +227,7 @@ impl Params {
     /// # Panics
     /// If `id` belongs to another, larger model.
     pub fn get_mut(&mut self, id: ParamId) -> &mut [f32] {
+        self.versions[0] = new_version();
         &mut self.values[self.infos[id.index()].range()]
     }
 
@@ -224,7 +240,7 @@ impl Params {
     ///
     /// # Errors
     /// `Usage` when it belongs to another model.
-    pub(crate) fn info(&self, id: ParamId) -> Result<&ParamInfo> {
+    pub fn info(&self, id: ParamId) -> Result<&ParamInfo> {
         match self.infos.get(id.index()) {
             Some(info) if id.model == self.model => Ok(info),
             info => Err(foreign("parameter", id.index(), info)),
@@ -235,7 +251,7 @@ impl Params {
     ///
     /// # Errors
     /// `Usage` when it belongs to another model.
-    pub(crate) fn buffer_info(&self, id: BufferId) -> Result<&ParamInfo> {
+    pub fn buffer_info(&self, id: BufferId) -> Result<&ParamInfo> {
         match self.buffer_infos.get(id.index()) {
             Some(info) if id.model == self.model => Ok(info),
             info => Err(foreign("buffer", id.index(), info)),
@@ -346,6 +362,7 @@ impl Params {
             infos,
             model: self.model,
             lora: self.lora.clone(),
+            versions: [new_version(), self.versions[1]],
             buffer_values: self.buffer_values.clone(),
             buffer_infos: self.buffer_infos.clone(),
         })
@@ -378,6 +395,7 @@ impl Params {
 
     /// The region of all buffers for writing; gaps must stay zero.
     pub fn buffers_flat_mut(&mut self) -> &mut [f32] {
+        self.versions[1] = new_version();
         &mut self.buffer_values
     }
 
@@ -394,6 +412,7 @@ impl Params {
     /// # Panics
     /// If `id` belongs to another, larger model.
     pub fn buffer_mut(&mut self, id: BufferId) -> &mut [f32] {
+        self.versions[1] = new_version();
         &mut self.buffer_values[self.buffer_infos[id.index()].range()]
     }
 }

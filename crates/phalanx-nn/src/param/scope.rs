@@ -4,7 +4,7 @@ use std::collections::HashSet;
 
 use super::layout::Layout;
 use super::lora::LoraConfig;
-use super::params::{BufferId, ModelId, ParamId, Params, Section};
+use super::params::{BufferId, ModelId, ParamId, Params, Section, new_version};
 use crate::error::{Error, Result};
 use crate::rng::{init, torch::Generator};
 use phalanx_kernels::aligned::AlignedBuf;
@@ -178,6 +178,7 @@ impl Scope<'static> {
             buffer_values,
             buffer_infos,
             lora: r.lora,
+            versions: [new_version(), new_version()],
         };
         if params.lora.is_some() {
             let own: HashSet<ParamId> = r.adapters.iter().flat_map(|l| [l.a, l.b]).collect();

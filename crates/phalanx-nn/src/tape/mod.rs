@@ -229,6 +229,20 @@ impl<'a> Step<'a> {
         self.state().training
     }
 
+    /// Whether dropout drops, and batch norms use the batch's statistics: in a step that trains, but for parts of the model under
+    /// [`evaluate`](Self::evaluate).
+    pub fn learns(&self) -> bool {
+        self.state().learns()
+    }
+
+    /// Runs `part` of a model as [`Tensor::evaluate`] does.
+    pub fn evaluate<R>(&self, part: impl FnOnce() -> R) -> R {
+        let before = std::mem::replace(&mut self.state().evaluates, true);
+        let result = part();
+        self.state().evaluates = before;
+        result
+    }
+
     /// The parameters of this step.
     pub fn params(&self) -> &'a Params {
         self.params

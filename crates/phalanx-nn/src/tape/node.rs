@@ -272,6 +272,7 @@ nodes! {
     Attention(OpNode<ops::attention::Attention, 3>),
     Bmm(OpNode<ops::bmm::Bmm, 2>),
     Cast(OpNode<ops::cast::Cast, 1>),
+    Computed(ops::custom::Foreign),
     Concat(ops::slice::Concat),
     Conv2d(OpNode<ops::conv2d::Conv2d, 1>),
     ConvTranspose2d(OpNode<ops::conv_transpose2d::ConvTranspose2d, 1>),

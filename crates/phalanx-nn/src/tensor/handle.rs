@@ -31,7 +31,8 @@ impl<'s> Tensor<'s> {
         Tensor { step, slot }
     }
 
-    pub(crate) fn step(&self) -> &'s Step<'s> {
+    /// The step that it belongs to.
+    pub fn step(&self) -> &'s Step<'s> {
         self.step
     }
 
@@ -129,10 +130,7 @@ impl<'s> Tensor<'s> {
     /// Those of `part`.
     pub fn evaluate<R>(self, part: impl FnOnce(Tensor<'s>) -> Result<R>) -> Result<R> {
         let step = self.step;
-        let before = std::mem::replace(&mut step.state().evaluates, true);
-        let result = part(self);
-        step.state().evaluates = before;
-        result
+        step.evaluate(|| part(self))
     }
 
     /// Runs `part` of a model on this tensor, and frees its inner values that backward would read; backward recomputes

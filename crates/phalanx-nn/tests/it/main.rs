@@ -2,6 +2,7 @@
 
 mod anomaly;
 mod common;
+mod computed;
 mod edges;
 mod flops;
 mod gpt;
