@@ -543,7 +543,7 @@ mod tests {
             ),
             ("", "PET_NNODES=none", "PET_NNODES"),
             ("nproc=0", "", "--nproc-per-node"),
-            ("nproc=gpu", "", "CPUs"),
+            ("nproc=gpus", "", "cpu or gpu is expected"),
             ("nproc=9999", "", "between 1 and 1024"),
             ("nproc=-1", "", "--nproc-per-node"),
             ("port=0 nnodes=2 node-rank=0 addr=h", "", "--master-port"),

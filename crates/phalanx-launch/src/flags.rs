@@ -10,6 +10,8 @@ use clap::builder::{PossibleValue, PossibleValuesParser, TypedValueParser};
 use phalanx_base::address::Address;
 use phalanx_comm::Algorithm;
 
+use crate::gpus;
+
 /// The flags of a job, as typed: `phalanx launch` and commands that start ranks of their own.
 #[derive(clap::Args, Clone, Debug, Default)]
 pub struct NodeFlags {
@@ -48,8 +50,8 @@ pub struct NodeFlags {
 pub struct LaunchCli {
     #[command(flatten)]
     pub(crate) nodes: NodeFlags,
-    /// Number of ranks on this node; auto and cpu mean one per core [default: 1].
-    #[arg(long, value_name = "N|auto|cpu")]
+    /// Number of ranks on this node; gpu means one per GPU, auto and cpu one per core [default: 1].
+    #[arg(long, value_name = "N|auto|cpu|gpu")]
     pub nproc_per_node: Option<String>,
     /// HOST[:PORT]; torchrun's alternative to --master-addr and --master-port. HOST may be an IPv6 address in brackets.
     #[arg(long, value_name = "HOST[:PORT]")]
@@ -172,8 +174,8 @@ fn algorithms() -> impl TypedValueParser<Value = Algorithm> {
 #[derive(Debug, Clone, clap::Args)]
 #[command(next_help_heading = "Ranks")]
 pub struct RankArgs {
-    /// Number of ranks to start on this host; auto and cpu mean one per core. Under a launcher, the launcher sets it [default: 1]
-    #[arg(long, visible_alias = "world", value_name = "N|auto|cpu", value_parser = count_of_ranks)]
+    /// Number of ranks to start on this host; gpu means one per GPU, auto and cpu one per core. Under a launcher, the launcher sets it [default: 1]
+    #[arg(long, visible_alias = "world", value_name = "N|auto|cpu|gpu", value_parser = count_of_ranks)]
     pub(crate) nproc_per_node: Option<usize>,
     #[command(flatten)]
     pub(crate) nodes: NodeFlags,
@@ -228,18 +230,23 @@ pub struct RankArgs {
 /// # Errors
 /// The reason why it is not a number of ranks.
 fn count_of_ranks(text: &str) -> Result<usize, &'static str> {
-    count_with(text, crate::cores())
+    count_with(text, crate::cores(), || gpus().len())
 }
 
-/// The same where `auto` means `cores`.
-pub fn count_with(text: &str, cores: usize) -> Result<usize, &'static str> {
+/// The same of a host with these numbers of cores and GPUs; the latter is found out if it is asked for.
+pub fn count_with(
+    text: &str,
+    cores: usize,
+    gpus: impl FnOnce() -> usize,
+) -> Result<usize, &'static str> {
     match text.trim() {
         "auto" | "cpu" => Ok(cores),
-        "gpu" | "cuda" | "xpu" => {
-            Err("ranks compute on CPUs; use cpu (one rank per core) or a number")
-        }
+        "gpu" | "cuda" | "xpu" => match gpus() {
+            0 => Err("no GPU was found; use cpu (one rank per core) or a number"),
+            gpus => Ok(gpus),
+        },
         number => number
             .parse()
-            .map_err(|_| "a whole number, auto or cpu is expected"),
+            .map_err(|_| "a whole number, auto, cpu or gpu is expected"),
     }
 }

@@ -36,6 +36,7 @@ mod flight;
 #[cfg(any(test, fuzzing))]
 #[doc(hidden)]
 pub mod fuzzing;
+mod gpus;
 pub mod inspect;
 mod job;
 mod job_files;
@@ -63,6 +64,7 @@ use std::time::{Duration, Instant};
 
 pub use ending::{Training, sentence};
 pub use flags::{LaunchCli, RankArgs, TransportArg};
+pub use gpus::gpus;
 pub use job::Launch;
 pub use phalanx_base::env::{number, real_env};
 pub use phalanx_member::RankContext;

@@ -163,29 +163,18 @@ fn instructions() -> Check {
     }
 }
 
-/// Phalanx uses none; a user who expects otherwise reads it here.
 fn gpu() -> Check {
-    let devices = |dir: &str, prefix: &str| {
-        let names = fs::read_dir(dir).into_iter().flatten().flatten();
-        names
-            .filter(|entry| {
-                let name = entry.file_name();
-                let rest = name.to_str().and_then(|name| name.strip_prefix(prefix));
-                rest.is_some_and(|rest| {
-                    !rest.is_empty() && rest.bytes().all(|b| b.is_ascii_digit())
-                })
-            })
-            .count()
-    };
-    let found = match (devices("/dev", "nvidia"), Path::new("/dev/kfd").exists()) {
-        (0, false) => "none, and none is needed: Phalanx computes on processors".to_owned(),
-        (0, true) => "AMD GPU, not used: Phalanx computes on processors".to_owned(),
-        (n, _) => format!(
-            "{}, not used: Phalanx computes on processors",
-            plural(n, "NVIDIA GPU")
-        ),
-    };
-    Check::ok("gpu", found)
+    let found = phalanx_launch::gpus();
+    Check::ok(
+        "gpu",
+        match found.len() {
+            0 => "none found, and none is needed".to_owned(),
+            n => format!(
+                "{n} ({}); programs of Burn and PyTorch can use it, `phalanx train` computes on processors",
+                found[0]
+            ),
+        },
+    )
 }
 
 fn memory_check(here: usize) -> Check {

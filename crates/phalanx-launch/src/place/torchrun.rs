@@ -8,6 +8,7 @@ use super::{Address, Env, RANKS_PER_NODE, text};
 use crate::contract::PORTS_VARIABLE;
 use crate::error::{Error, Result};
 use crate::flags::{NodeFlags, count_with};
+use crate::gpus;
 
 /// The most launchers in one job (the store serves 4096 clients).
 const MAX_NODES: usize = 1024;
@@ -79,7 +80,7 @@ impl Setting<'_> {
 
     /// The number of ranks of `--nproc-per-node`; `cores` is what `auto` means.
     pub fn ranks(&self, cores: usize) -> Result<usize> {
-        let count = count_with(self.text, cores).map_err(|why| self.wrong(why))?;
+        let count = count_with(self.text, cores, || gpus().len()).map_err(|why| self.wrong(why))?;
         match (1..=MAX_LOCAL_RANKS).contains(&count) {
             true => Ok(count),
             false => Err(self.wrong(&format!("not between 1 and {MAX_LOCAL_RANKS}"))),

@@ -297,8 +297,8 @@ fn what_is_wrong_is_named_with_what_is_known() {
         (&["--logs-specs", "mine"], "--logs-specs cannot be \"mine\""),
         (&["--event-log-handler", "console"], "only null"),
         (
-            &["--nproc-per-node", "gpu"],
-            "--nproc-per-node cannot be \"gpu\"",
+            &["--nproc-per-node", "gpus"],
+            "--nproc-per-node cannot be \"gpus\"",
         ),
         (&["--nnodes", "4:1"], "--nnodes cannot be \"4:1\""),
         (&["--nnodes", "0:2"], "--nnodes cannot be \"0:2\""),
