@@ -25,21 +25,22 @@ impl Flyte {
         }
     }
 
-    /// The ranks have met; data is not loaded yet.
+    /// The ranks have met, and compute by CUDA or not; data is not loaded yet.
     ///
     /// # Errors
     ///
     /// Those of writing to standard output.
-    pub fn started(&mut self, ctx: &RankContext) -> Result<()> {
+    pub fn started(&mut self, ctx: &RankContext, is_cuda: bool) -> Result<()> {
         let (rank, world) = (ctx.rank(), ctx.world());
         // Its task prints these before it starts the ranks.
         let text = format!("Start MNIST training:\nDevice count: {world}");
         self.main(ctx, &text)?;
+        let cuda = if is_cuda { "True" } else { "False" };
         let backend = if world > 1 { ctx.transport() } else { "local" };
         let text = format!(
             "Using distributed Phalanx with {backend} backend\n\
              Running MNIST training on rank {rank}, world size: {world}\n\
-             Use cuda: False\n\
+             Use cuda: {cuda}\n\
              Rank {}/{world} process initialized.\n\n\
              Getting data loaders",
             rank + 1

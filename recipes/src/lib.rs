@@ -25,6 +25,7 @@ mod table;
 use phalanx::Subcommand;
 use phalanx_base::{error, format, say};
 
+pub use shared::device::{Classifier, Engine, EngineArgs, OnCpu};
 pub use shared::net::{Loss, Net, Network, Pixels};
 pub use shared::photos;
 pub use shared::text::scores;
@@ -32,15 +33,27 @@ pub use shared::views::Views;
 
 /// What `phalanx train` can run, in the order of its help.
 pub fn programs() -> [Subcommand; 8] {
+    let [mnist, resnet18, resnet50, resnet9, mobilenetv2] = on_engine::<OnCpu>();
     [
         linear::program(),
-        mnist::program(),
-        resnet18::program(),
-        resnet50::program(),
-        resnet9::program(),
-        mobilenetv2::program(),
+        mnist,
+        resnet18,
+        resnet50,
+        resnet9,
+        mobilenetv2,
         gpt::program(),
         table::program(),
+    ]
+}
+
+/// The programs that classify images, with the flags `E` for their engine.
+pub fn on_engine<E: EngineArgs>() -> [Subcommand; 5] {
+    [
+        mnist::program::<E>(),
+        resnet18::program::<E>(),
+        resnet50::program::<E>(),
+        resnet9::program::<E>(),
+        mobilenetv2::program::<E>(),
     ]
 }
 

@@ -8,7 +8,7 @@ use crate::flyte::Flyte;
 use crate::format::{number, on_or_off};
 use crate::shared::digits::DigitArgs;
 use crate::shared::image::{ImageArgs, Tests, check_share};
-use crate::{Loss, Network, Pixels};
+use crate::{Engine, EngineArgs, Loss, Network, Pixels};
 
 /// For `predict` and `bench train`; the training below has its own dropout.
 pub const NETWORK: Network = Network {
@@ -26,19 +26,19 @@ pub const NETWORK: Network = Network {
     )
 };
 
-pub fn program() -> Subcommand {
+pub fn program<E: EngineArgs>() -> Subcommand {
     Program::new()
         .name("mnist")
         .about("PyTorch's basic MNIST CNN on MNIST, Fashion-MNIST or synthetic digits")
         .defaults(Defaults::new(3, 64, 0.05))
-        .check(Mnist::check)
+        .check(Mnist::<E>::check)
         .printing(|args| args.images.printing())
         .subcommand(train)
 }
 
 /// Flags of `train mnist`.
 #[derive(Debug, Clone, clap::Args)]
-struct Mnist {
+struct Mnist<E: EngineArgs> {
     #[command(flatten)]
     data: DigitArgs,
     /// SGD momentum
@@ -59,21 +59,22 @@ struct Mnist {
     #[arg(long, default_value_t = 0, value_name = "PIXELS")]
     shift: usize,
     #[command(flatten)]
-    images: ImageArgs,
+    images: ImageArgs<E>,
 }
 
-fn train(job: &Job<'_>, args: &Mnist) -> Result<()> {
+fn train<E: EngineArgs>(job: &Job<'_>, args: &Mnist<E>) -> Result<()> {
     let document = args.images.document;
     let mut lines = Flyte { document };
-    lines.started(job.context())?;
+    let engine = args.images.engine.open(job.context(), true)?;
+    lines.started(job.context(), engine.is_cuda())?;
     let data = args.data.load(job, args.augmentation())?;
     lines.loaded(job.context())?;
     // `check` has made sure that there are two.
     let dropout = |i: usize| args.dropout.get(i).copied().unwrap_or_default();
-    let net = |scope: &mut Scope| MnistCnn::with_dropout(scope, dropout(0), dropout(1));
+    let net = engine.on(|scope| MnistCnn::with_dropout(scope, dropout(0), dropout(1)));
     let sgd = |params: &Params, lr| Sgd::new(params, lr).momentum(args.momentum);
     let builder = job.trainer(&data.train, net, sgd);
-    let mut trainer = (args.images.describe(builder, &NETWORK, &data)?)
+    let mut trainer = (args.images.describe(builder, (&NETWORK, &engine), &data)?)
         .optimizer_title(&args.optimizer_title(job.settings().lr()))
         .try_schedule(|lr, steps| {
             let cosine = || Schedule::cosine(lr, steps, 0.0);
@@ -87,7 +88,7 @@ fn train(job: &Job<'_>, args: &Mnist) -> Result<()> {
         .reporter(Box::new(lines))
         .start()?;
     let (images, loss) = (&args.images, NETWORK.loss);
-    let mut tests = Tests::of(&mut trainer, images, &data, loss, |net, x| net.forward(x))?;
+    let mut tests = Tests::of(&mut trainer, images, &data, loss)?;
     for epoch in trainer.epochs() {
         for batch in trainer.batches(&data.train)? {
             trainer.step(&batch, |net, batch| {
@@ -100,7 +101,7 @@ fn train(job: &Job<'_>, args: &Mnist) -> Result<()> {
     trainer.finish().map(drop)
 }
 
-impl Mnist {
+impl<E: EngineArgs> Mnist<E> {
     fn check(&self, settings: &Settings, world: usize) -> Result<()> {
         self.images.check(settings, world)?;
         check_share("--momentum", self.momentum)?;

@@ -8,7 +8,7 @@ use crate::format::number;
 use crate::oneflow::{self, OneFlow};
 use crate::shared::cifar::{self, CifarArgs};
 use crate::shared::image::{ImageArgs, Tests};
-use crate::{Network, Pixels};
+use crate::{Engine, EngineArgs, Network, Pixels};
 
 pub const NETWORK: Network = Network {
     any_size: true,
@@ -27,18 +27,18 @@ pub const NETWORK: Network = Network {
     )
 };
 
-pub fn program() -> Subcommand {
+pub fn program<E: EngineArgs>() -> Subcommand {
     Program::new()
         .name("mobilenetv2")
         .about("The OneFlow document's MobileNetV2 on CIFAR-10")
         .defaults(Defaults::new(1, 64, 1e-3))
-        .check(MobileNet::check)
+        .check(MobileNet::<E>::check)
         .subcommand(train)
 }
 
 /// Flags of `train mobilenetv2`.
 #[derive(Debug, Clone, clap::Args)]
-pub struct MobileNet {
+pub struct MobileNet<E: EngineArgs> {
     #[command(flatten)]
     pub cifar: CifarArgs,
     /// Recompute each block's activations in backward: less memory, more time, bit-identical results
@@ -48,7 +48,7 @@ pub struct MobileNet {
     #[arg(long, value_enum, default_value_t = Parallel::Ddp)]
     parallel: Parallel,
     #[command(flatten)]
-    pub images: ImageArgs,
+    pub images: ImageArgs<E>,
 }
 
 /// How the ranks share the training.
@@ -60,15 +60,16 @@ enum Parallel {
     Ddp,
 }
 
-fn train(job: &Job<'_>, args: &MobileNet) -> Result<()> {
+fn train<E: EngineArgs>(job: &Job<'_>, args: &MobileNet<E>) -> Result<()> {
     oneflow::started(job)?;
     let data = args.cifar.load(job, NETWORK.pixels, None)?;
     // With a head for ten classes.
     let recompute = args.recompute;
     let classes = data.train.classes();
-    let net = |scope: &mut Scope| MobileNetV2::new(scope, classes).recompute(recompute);
+    let engine = args.images.engine.open(job.context(), true)?;
+    let net = engine.on(|scope| MobileNetV2::new(scope, classes).recompute(recompute));
     let builder = job.trainer(&data.train, net, Sgd::new);
-    let builder = (args.images.describe(builder, &NETWORK, &data)?)
+    let builder = (args.images.describe(builder, (&NETWORK, &engine), &data)?)
         .optimizer_title(&format!("SGD lr {}", number(job.settings().lr())))
         .files(NETWORK.files(NETWORK.pixels, NETWORK.views, data.about_own()))
         .reporter(Box::new(OneFlow {
@@ -81,7 +82,7 @@ fn train(job: &Job<'_>, args: &MobileNet) -> Result<()> {
     let builder = builder.sync_batch_norm(args.cifar.sync_batch_norm);
     let mut trainer = builder.start()?;
     let (images, loss) = (&args.images, NETWORK.loss);
-    let mut tests = Tests::of(&mut trainer, images, &data, loss, |net, x| net.forward(x))?;
+    let mut tests = Tests::of(&mut trainer, images, &data, loss)?;
     for epoch in trainer.epochs() {
         for batch in trainer.batches(&data.train)? {
             trainer.step(&batch, |net, batch| {
@@ -94,7 +95,7 @@ fn train(job: &Job<'_>, args: &MobileNet) -> Result<()> {
     trainer.finish().map(drop)
 }
 
-impl MobileNet {
+impl<E: EngineArgs> MobileNet<E> {
     fn check(&self, settings: &Settings, world: usize) -> Result<()> {
         self.images.check(settings, world)?;
         if self.parallel == Parallel::Sbp {

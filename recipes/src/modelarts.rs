@@ -19,9 +19,9 @@ pub enum LrScaling {
 /// The document's own flags.
 #[derive(Debug, Clone, clap::Args)]
 pub struct DocumentArgs {
-    /// Accepted for compatibility with the ModelArts document; training runs on the CPU either way
+    /// Whether a GPU may be used; `phalanx train` computes on the CPU either way
     #[arg(long, default_value_t = true, action = clap::ArgAction::Set, value_name = "true|false")]
-    enable_gpu: bool,
+    pub enable_gpu: bool,
     /// How the learning rate is scaled [default: world; none with --deterministic shards, whose results do not
     /// depend on the number of ranks]
     #[arg(long, value_enum)]

@@ -4,6 +4,7 @@
 use phalanx::nn::models::MobileNetV2;
 use phalanx::prelude::*;
 
+use crate::shared::device::{EngineArgs, On};
 use crate::shared::image::{Data, ImageArgs};
 
 /// Steps between two loss lines, as in the document.
@@ -63,10 +64,11 @@ impl Reporter for OneFlow {
 /// # Errors
 ///
 /// Usage errors naming the flags.
-pub fn check_sbp(args: &ImageArgs, settings: &Settings) -> Result<()> {
+pub fn check_sbp<E: EngineArgs>(args: &ImageArgs<E>, settings: &Settings) -> Result<()> {
     let ImageArgs {
         document,
         log_batches,
+        ..
     } = args;
     Mesh::data_parallel(1).refuse(settings, "--parallel sbp")?;
     // Other values than the defaults were typed.
@@ -86,8 +88,8 @@ pub fn check_sbp(args: &ImageArgs, settings: &Settings) -> Result<()> {
 type Batch<'s> = MicroBatch<'s, ImageBatch, OnMesh>;
 
 /// The scores of all ranks' images.
-fn scores<'s>(net: &MobileNetV2, batch: &Batch<'s>) -> Result<Global<'s>> {
-    net.forward(batch.images()?)
+fn scores<'s, E>(net: &On<MobileNetV2, E>, batch: &Batch<'s>) -> Result<Global<'s>> {
+    net.net.forward(batch.images()?)
 }
 
 /// The document's first program: the model whole on all ranks, batches split over them.
@@ -95,9 +97,9 @@ fn scores<'s>(net: &MobileNetV2, batch: &Batch<'s>) -> Result<Global<'s>> {
 /// # Errors
 ///
 /// Anything that ends the training; the kind decides the exit code.
-pub fn train_by_sbp(
+pub fn train_by_sbp<E>(
     job: &Job<'_>,
-    builder: TrainerBuilder<'_, MobileNetV2>,
+    builder: TrainerBuilder<'_, On<MobileNetV2, E>>,
     data: &Data,
 ) -> Result<()> {
     let mut trainer = builder

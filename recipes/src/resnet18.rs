@@ -10,8 +10,7 @@ use crate::format::number;
 use crate::modelarts::{DocumentArgs, ModelArts};
 use crate::shared::cifar::{self, CifarArgs};
 use crate::shared::image::{ImageArgs, Tests};
-use crate::shared::views::Views;
-use crate::{Loss, Network, Pixels};
+use crate::{Engine, EngineArgs, Loss, Network, Pixels, Views};
 
 pub const NETWORK: Network = Network {
     any_size: true,
@@ -31,7 +30,7 @@ pub const NETWORK: Network = Network {
     )
 };
 
-pub fn program() -> Subcommand {
+pub fn program<E: EngineArgs>() -> Subcommand {
     Program::new()
         .name("resnet18")
         .about("The ModelArts document's ResNet-18 on CIFAR-10; --recipe fast for few epochs")
@@ -39,10 +38,10 @@ pub fn program() -> Subcommand {
         .defaults_with(
             "--recipe fast",
             Defaults::new(6, 64, 0.1),
-            Resnet18::is_fast,
+            Resnet18::<E>::is_fast,
         )
         .output_dir("output_dir")
-        .check(Resnet18::check)
+        .check(Resnet18::<E>::check)
         .printing(|args| args.images.printing())
         .subcommand(train)
 }
@@ -60,7 +59,7 @@ enum Recipe {
 
 /// Flags of `train resnet18`.
 #[derive(Debug, Clone, clap::Args)]
-struct Resnet18 {
+struct Resnet18<E: EngineArgs> {
     #[command(flatten)]
     cifar: CifarArgs,
     /// Optimizer, schedule and augmentation
@@ -72,10 +71,10 @@ struct Resnet18 {
     #[arg(long)]
     recompute: bool,
     #[command(flatten)]
-    images: ImageArgs,
+    images: ImageArgs<E>,
 }
 
-fn train(job: &Job<'_>, args: &Resnet18) -> Result<()> {
+fn train<E: EngineArgs>(job: &Job<'_>, args: &Resnet18<E>) -> Result<()> {
     let augmentation = match args.recipe {
         Recipe::Document => None,
         Recipe::Standard => Some(Augmentation::standard(cifar::black())),
@@ -86,9 +85,10 @@ fn train(job: &Job<'_>, args: &Resnet18) -> Result<()> {
     let (views, smoothing) = [(Views::One, 0.0), (Views::Mirrored, 0.1)][usize::from(is_fast)];
     args.cifar.warn_of_random(job.context());
     let data = args.cifar.load(job, pixels, augmentation)?;
-    let lr = args.document.lr(job.settings(), job.world_size())?;
-    let classes = data.train.classes();
-    let net = |scope: &mut Scope| CifarResNet::resnet18(scope, classes).recompute(recompute);
+    let (settings, classes) = (job.settings(), data.train.classes());
+    let lr = args.document.lr(settings, job.world_size())?;
+    let engine = (args.images.engine).open(job.context(), args.document.enable_gpu)?;
+    let net = engine.on(|scope| CifarResNet::resnet18(scope, classes).recompute(recompute));
     let optimizer = |params: &Params, lr| -> Box<dyn Optimizer> {
         let sgd = || Sgd::new(params, lr).momentum(0.9).nesterov(true);
         match is_fast {
@@ -102,13 +102,13 @@ fn train(job: &Job<'_>, args: &Resnet18) -> Result<()> {
     };
     let cycle = |lr, steps| cifar::one_cycle(lr, steps, 0.25, 0.1, 0.02);
     let builder = job.trainer(&data.train, net, optimizer);
-    let mut trainer = (args.images.describe(builder, &NETWORK, &data)?)
+    let mut trainer = (args.images.describe(builder, (&NETWORK, &engine), &data)?)
         .sync_batch_norm(args.cifar.sync_batch_norm)
         .lr(lr)
         .optimizer_title(&title)
         .try_schedule(|lr, steps| is_fast.then(|| cycle(lr, steps)).transpose())
         .drop_last(true)
-        .hyperparameters([args.cifar.shaping(), args.shaping(job.settings())].concat())
+        .hyperparameters([args.cifar.shaping(), args.shaping(settings)].concat())
         .files(Files {
             weights: None,
             each_epoch: true,
@@ -116,8 +116,8 @@ fn train(job: &Job<'_>, args: &Resnet18) -> Result<()> {
         })
         .reporter(Box::new(ModelArts(args.images.document)))
         .start()?;
-    let (images, loss) = (&args.images, Loss::CrossEntropy { smoothing });
-    let tests = Tests::of(&mut trainer, images, &data, loss, |net, x| net.forward(x))?;
+    let loss = Loss::CrossEntropy { smoothing };
+    let tests = Tests::of(&mut trainer, &args.images, &data, loss)?;
     let mut tests = tests.views(views).on_every_rank();
     for epoch in trainer.epochs() {
         for batch in trainer.batches(&data.train)? {
@@ -131,7 +131,7 @@ fn train(job: &Job<'_>, args: &Resnet18) -> Result<()> {
     trainer.finish().map(drop)
 }
 
-impl Resnet18 {
+impl<E: EngineArgs> Resnet18<E> {
     fn is_fast(&self) -> bool {
         self.recipe == Recipe::Fast
     }

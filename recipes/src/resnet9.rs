@@ -16,7 +16,7 @@ use crate::shared::cifar::{self, CifarArgs};
 use crate::shared::image::{ImageArgs, Tests, check_share};
 use crate::shared::views::Views;
 use crate::shared::whiten;
-use crate::{Loss, Network, Pixels};
+use crate::{Engine, EngineArgs, Loss, Network, Pixels};
 
 pub const NETWORK: Network = Network {
     views: Views::Shifted,
@@ -33,7 +33,7 @@ pub const NETWORK: Network = Network {
     )
 };
 
-pub fn program() -> Subcommand {
+pub fn program<E: EngineArgs>() -> Subcommand {
     Program::new()
         .name("resnet9")
         .about(
@@ -44,7 +44,7 @@ pub fn program() -> Subcommand {
             "lr",
             "First learning rate of Muon; it falls in a straight line to 0 [default: 0.24]",
         )
-        .check(Resnet9::check)
+        .check(Resnet9::<E>::check)
         .printing(|args| args.images.printing())
         .subcommand(train)
 }
@@ -57,7 +57,7 @@ const DECAY: f64 = 2e-6;
 
 /// Flags of `train resnet9`.
 #[derive(Debug, Clone, clap::Args)]
-struct Resnet9 {
+struct Resnet9<E: EngineArgs> {
     #[command(flatten)]
     cifar: CifarArgs,
     /// Label smoothing
@@ -67,10 +67,10 @@ struct Resnet9 {
     #[arg(long, default_value_t = 0, value_name = "PIXELS")]
     cutout: usize,
     #[command(flatten)]
-    images: ImageArgs,
+    images: ImageArgs<E>,
 }
 
-fn train(job: &Job<'_>, args: &Resnet9) -> Result<()> {
+fn train<E: EngineArgs>(job: &Job<'_>, args: &Resnet9<E>) -> Result<()> {
     let settings = job.settings();
     let augmentation = Augmentation {
         cutout: args.cutout,
@@ -78,7 +78,8 @@ fn train(job: &Job<'_>, args: &Resnet9) -> Result<()> {
     };
     let data = args.cifar.load(job, NETWORK.pixels, Some(augmentation))?;
     let batch = settings.global_batch(job.world_size()) as f64;
-    let net = |scope: &mut Scope| ResNet9::new(scope, cifar10::CLASSES);
+    let engine = args.images.engine.open(job.context(), true)?;
+    let net = engine.on(|scope| ResNet9::new(scope, cifar10::CLASSES));
     let muon = move |params: &Params, lr| {
         // These rates are for the sum of a batch's losses, of which we take the mean.
         let sgd = Sgd::new(params, lr * batch * BIAS_LR / MUON_LR).weight_decay(DECAY / BIAS_LR);
@@ -97,7 +98,7 @@ fn train(job: &Job<'_>, args: &Resnet9) -> Result<()> {
     };
     let directions = || whiten::directions(data.train.as_ref());
     let builder = job.trainer(&data.train, net, muon);
-    let mut trainer = (args.images.describe(builder, &NETWORK, &data)?)
+    let mut trainer = (args.images.describe(builder, (&NETWORK, &engine), &data)?)
         .init(|params| ResNet9::initialise(params, &directions()?))
         .frozen(vec!["whiten.weight".to_owned()])
         .sync_batch_norm(args.cifar.sync_batch_norm)
@@ -113,7 +114,7 @@ fn train(job: &Job<'_>, args: &Resnet9) -> Result<()> {
         .start()?;
     let smoothing = args.label_smoothing;
     let (images, loss) = (&args.images, Loss::CrossEntropy { smoothing });
-    let tests = Tests::of(&mut trainer, images, &data, loss, |net, x| net.forward(x))?;
+    let tests = Tests::of(&mut trainer, images, &data, loss)?;
     let mut tests = tests.on_every_rank();
     for epoch in trainer.epochs() {
         for batch in trainer.batches(&data.train)? {
@@ -131,7 +132,7 @@ fn train(job: &Job<'_>, args: &Resnet9) -> Result<()> {
     trainer.finish().map(drop)
 }
 
-impl Resnet9 {
+impl<E: EngineArgs> Resnet9<E> {
     fn check(&self, settings: &Settings, world: usize) -> Result<()> {
         self.images.check(settings, world)?;
         check_share("--label-smoothing", self.label_smoothing)?;

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 
 use phalanx_data::metrics::Confusion;
 use phalanx_nn::Tensor;
-use serde_json::Value;
+use serde_json::{Value, json};
 
 use crate::error::Result;
 
@@ -35,6 +35,16 @@ impl Evaluation {
             confusion,
             values: BTreeMap::new(),
         }
+    }
+
+    /// `record` with what was measured.
+    pub(crate) fn added_to(&self, mut record: Value) -> Value {
+        record["test_loss"] = json!(self.loss);
+        record["accuracy"] = json!(self.accuracy);
+        for (name, value) in &self.values {
+            record[format!("test_{name}")] = json!(value);
+        }
+        record
     }
 
     /// That of a run's summary, without further measures.

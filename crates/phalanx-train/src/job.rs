@@ -12,6 +12,7 @@ use phalanx_nn::{Params, Scope};
 
 use crate::args::Settings;
 use crate::error::{Error, ErrorKind, Result};
+use crate::run::{About, Run};
 use crate::trainer::{TrainerBuilder, Trainings};
 use phalanx_member::RankContext;
 
@@ -149,6 +150,19 @@ impl<'a> Job<'a> {
             true => Err(Error::usage("no image can be read")),
             false => Ok(sound),
         }
+    }
+
+    /// The run of a training loop of the program's own, without a [`Trainer`](crate::Trainer). *Blocks* until all ranks call it.
+    ///
+    /// # Errors
+    ///
+    /// Usage, naming the flag or what is in the folder's way; peers that are lost.
+    pub fn run(&self, about: About) -> Result<Run<'a>> {
+        if !self.trainings.folders.borrow_mut().insert(String::new()) {
+            let what = "an earlier trainer or run of this program has written into its folder";
+            return Err(Error::usage(what));
+        }
+        Run::start((self.ctx, self.settings), self.name, about)
     }
 
     /// A training on `train` of the model whose parameters `model` registers, with the optimizer

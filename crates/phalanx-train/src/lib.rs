@@ -26,6 +26,7 @@ mod param_group;
 mod predictions;
 mod profile;
 mod reporter;
+mod run;
 mod sample_log;
 mod saving;
 mod split;
@@ -49,6 +50,7 @@ pub use phalanx_track::{TrackArgs, Tracker};
 #[cfg(feature = "images")]
 pub use predictions::Predictions;
 pub use reporter::{EpochLines, Reporter, StepInfo};
+pub use run::{About, Run};
 pub use strategy::{Ddp, MicroBatch, OnMesh, Strategy};
 pub use trainer::{Epochs, PendingUpdate, Trainer, TrainerBuilder};
 

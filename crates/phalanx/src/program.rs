@@ -188,6 +188,15 @@ impl Program {
     }
 }
 
+impl Subcommand {
+    /// Runs it as a program of its own, as [`main_with`] does.
+    pub fn main(self) -> ExitCode {
+        main_of(watch::killed, &OF_ONE_RUN, self.command(), |matches| {
+            Ok(self.training(matches)?.run())
+        })
+    }
+}
+
 impl<A: clap::Args + Send + Sync> Program<A> {
     /// As [`main_with`].
     pub fn main_with(self, train: impl Fn(&Job<'_>, &A) -> Result<()> + Sync) -> ExitCode {

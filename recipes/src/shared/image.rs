@@ -5,10 +5,10 @@ use std::sync::Arc;
 use phalanx::PrintingRanks;
 use phalanx::data::metrics::Confusion;
 use phalanx::data::{ImageDataset, StoredImages};
-use phalanx::nn;
 use phalanx::prelude::*;
 use phalanx::train::{Determinism, Predictions, Strategy};
 
+use super::device::{Classifier, Engine, EngineArgs, On, OnCpu};
 use super::net::{Loss, Network};
 use super::views::Views;
 use crate::format::{on_or_off, thousands};
@@ -68,7 +68,9 @@ pub fn counts(train: usize, test: usize) -> String {
 
 /// Flags of every program that classifies images.
 #[derive(Debug, Clone, clap::Args)]
-pub struct ImageArgs {
+pub struct ImageArgs<E: EngineArgs = OnCpu> {
+    #[command(flatten)]
+    pub engine: E,
     /// Print the lines of the recipe's source document, and evaluate as it does: one rank, or each, evaluates the whole test set
     #[arg(long)]
     pub document: bool,
@@ -77,7 +79,7 @@ pub struct ImageArgs {
     pub log_batches: usize,
 }
 
-impl ImageArgs {
+impl<E: EngineArgs> ImageArgs<E> {
     /// Checks them, and the training flags, before any rank is started.
     ///
     /// # Errors
@@ -101,7 +103,7 @@ impl ImageArgs {
         }
     }
 
-    /// Gives the training of `network` on `data` its name, and the flags that shape it.
+    /// Gives the training of `network` on `data` and `engine` its name, and the flags that shape it.
     ///
     /// # Errors
     ///
@@ -109,7 +111,7 @@ impl ImageArgs {
     pub fn describe<'j, M, S: Strategy>(
         &self,
         builder: TrainerBuilder<'j, M, S>,
-        network: &Network,
+        (network, engine): (&Network, &E::Engine),
         data: &Data,
     ) -> Result<TrainerBuilder<'j, M, S>> {
         if data.classes.is_some() && !network.any_size {
@@ -126,7 +128,8 @@ impl ImageArgs {
             .data(&data.description, &data.content)
             .unit("images")
             .hyperparameters(vec![format!("--document {}", on_or_off(self.document))])
-            .same_on_all_ranks(vec![format!("--log-batches {}", self.log_batches)]))
+            .same_on_all_ranks(vec![format!("--log-batches {}", self.log_batches)])
+            .same_on_all_ranks(engine.facts()))
     }
 }
 
@@ -153,38 +156,35 @@ pub enum Testers {
     Everybody,
 }
 
-/// The scores (N, classes) of images (N, H, W, C).
-pub type Forward<N> = for<'s> fn(&N, Tensor<'s>) -> nn::Result<Tensor<'s>>;
-
 /// What follows each epoch: the evaluation, and the predictions for some test images.
-pub struct Tests<'a, N> {
-    args: &'a ImageArgs,
+pub struct Tests<'a, E: EngineArgs> {
+    args: &'a ImageArgs<E>,
     data: &'a Data,
-    forward: Forward<N>,
     loss: Loss,
     views: Views,
     testers: Testers,
     predictions: Predictions,
 }
 
-impl<'a, N> Tests<'a, N> {
+/// A training of a network on an engine.
+type Training<'j, N, E> = Trainer<'j, On<N, <E as EngineArgs>::Engine>>;
+
+impl<'a, E: EngineArgs> Tests<'a, E> {
     /// Tests of `data`, with the loss that is minimized but for its smoothing; by rank 0 under `--document`.
     ///
     /// # Errors
     ///
     /// Those of reading the predictions of the epochs before a resume.
-    pub fn of(
-        trainer: &mut Trainer<'_, N>,
-        args: &'a ImageArgs,
+    pub fn of<N: Classifier>(
+        trainer: &mut Training<'_, N, E>,
+        args: &'a ImageArgs<E>,
         data: &'a Data,
         loss: Loss,
-        forward: Forward<N>,
     ) -> Result<Self> {
         data.name_in_summary(trainer);
         Ok(Tests {
             args,
             data,
-            forward,
             loss: loss.plain(),
             views: Views::One,
             testers: Testers::Rank0,
@@ -209,12 +209,16 @@ impl<'a, N> Tests<'a, N> {
     /// # Errors
     ///
     /// Those of reading images and of the model; peers that are lost.
-    pub fn run(&mut self, trainer: &mut Trainer<'_, N>, epoch: usize) -> Result<()> {
+    pub fn run<N: Classifier>(
+        &mut self,
+        trainer: &mut Training<'_, N, E>,
+        epoch: usize,
+    ) -> Result<()> {
         self.evaluate(trainer)?;
-        let (forward, views, test) = (self.forward, self.views, &self.data.test);
+        let (views, test) = (self.views, &self.data.test);
         let batches = self.args.log_batches;
         (self.predictions).add(epoch, batches, trainer, test, |net, step, images, shape| {
-            scores(forward, net, views, step, images, shape)
+            scores(net, views, step, images, shape)
         })
     }
 
@@ -224,9 +228,14 @@ impl<'a, N> Tests<'a, N> {
     /// # Errors
     ///
     /// Those of reading images and of the model; peers that are lost.
-    pub fn report_accuracy_of(&mut self, trainer: &mut Trainer<'_, N>, views: Views) -> Result<()> {
+    pub fn report_accuracy_of<N: Classifier>(
+        &mut self,
+        trainer: &mut Training<'_, N, E>,
+        views: Views,
+    ) -> Result<()> {
         self.views = views;
-        let measure = |net: &N, batch: MicroBatch<'_, ImageBatch>| self.measure(net, &batch);
+        let measure =
+            |net: &On<N, E::Engine>, batch: MicroBatch<'_, ImageBatch>| self.measure(net, &batch);
         let accuracy = trainer.measure(&self.data.test, measure)?.accuracy;
         trainer.log(&[("tta_accuracy", accuracy)])?;
         trainer.add_to_summary("tta_accuracy", accuracy);
@@ -239,9 +248,10 @@ impl<'a, N> Tests<'a, N> {
     /// Evaluates as the settings say; the same result on all ranks, except under
     /// `--document` where it is each rank's own (rank 0's on all, if only that one
     /// evaluates).
-    fn evaluate(&self, trainer: &mut Trainer<'_, N>) -> Result<()> {
+    fn evaluate<N: Classifier>(&self, trainer: &mut Training<'_, N, E>) -> Result<()> {
         let (ctx, test) = (trainer.context(), &self.data.test);
-        let measure = |net: &N, batch: MicroBatch<'_, ImageBatch>| self.measure(net, &batch);
+        let measure =
+            |net: &On<N, E::Engine>, batch: MicroBatch<'_, ImageBatch>| self.measure(net, &batch);
         if !self.args.document {
             return trainer.evaluate(test, measure).map(drop);
         }
@@ -272,9 +282,13 @@ impl<'a, N> Tests<'a, N> {
         trainer.record(evaluation)
     }
 
-    fn measure(&self, net: &N, batch: &MicroBatch<'_, ImageBatch>) -> Result<Measure> {
+    fn measure(
+        &self,
+        net: &On<impl Classifier, E::Engine>,
+        batch: &MicroBatch<'_, ImageBatch>,
+    ) -> Result<Measure> {
         let (step, shape) = (batch.step(), batch.shape());
-        let scores = scores(self.forward, net, self.views, step, &batch.images, shape)?;
+        let scores = scores(net, self.views, step, &batch.images, shape)?;
         let measure = Measure::of_scores(&scores, batch.labels())?;
         let loss = self.loss.of(scores, batch.labels(), 1.0)?;
         Ok(measure.with_loss(loss))
@@ -282,17 +296,14 @@ impl<'a, N> Tests<'a, N> {
 }
 
 /// The network's answers to images, each seen in these views.
-fn scores<'s, N>(
-    forward: Forward<N>,
-    net: &N,
+fn scores<'s>(
+    net: &On<impl Classifier, impl Engine>,
     views: Views,
     step: &'s Step<'s>,
     images: &[f32],
     shape: [usize; 4],
 ) -> Result<Tensor<'s>> {
-    views.scores(images, shape, |view| {
-        forward(net, step.input(view, &shape)?)
-    })
+    views.scores(images, shape, |view| net.forward(step.input(view, &shape)?))
 }
 
 /// The counts of all batches together.

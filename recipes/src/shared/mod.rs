@@ -1,6 +1,7 @@
 //! What several recipes share.
 
 pub mod cifar;
+pub mod device;
 pub mod digits;
 pub mod gpt2;
 pub mod image;

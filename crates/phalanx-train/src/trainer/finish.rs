@@ -148,7 +148,7 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
         let ctx = self.ctx;
         let (results, settings) = (&self.course.results, self.settings);
         let (timing, last) = (&results.timing, &self.evaluated());
-        let mut summary = json!({
+        let mut summary = last.added_to(json!({
             "recipe": self.reports.info.program,
             "version": env!("CARGO_PKG_VERSION"),
             "arguments": say::arguments(),
@@ -161,8 +161,6 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
             "steps": self.course.place.step,
             "planned_steps": self.course.extent.all(),
             "stopped_early": self.course.results.best.stops().then_some(self.course.place.step),
-            "test_loss": last.loss,
-            "accuracy": last.accuracy,
             "accuracies": results.accuracies,
             "class_accuracies": last.class_accuracies(),
             "confusion": last.matrix(),
@@ -185,16 +183,13 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
             "averages_sha256": results.averages,
             "optimizer_sha256": optimizer_sha256,
             "metrics_sha256": results.metrics.sha256(),
-        });
+        }));
         if let Some(summary) = summary.as_object_mut() {
             summary.extend(self.strategy.report(settings).summary);
             if self.exposed_communication().is_some() {
                 let percent = json!(timing.exposed_percent());
                 summary.insert("exposed_comm_percent".to_owned(), percent);
             }
-        }
-        for (name, value) in &last.values {
-            summary[format!("test_{name}")] = json!(value);
         }
         for (name, value) in &self.reports.summary {
             if summary.get(name).is_none() {

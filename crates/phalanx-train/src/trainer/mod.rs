@@ -309,7 +309,7 @@ impl<'j, M, S: Strategy> Trainer<'j, M, S> {
             "step": step, "epoch": epoch, "train_loss": train_loss, "weights_sha256": results.weights,
             "train_s": results.timing.trained.as_secs_f64(), "elapsed_s": ctx.started().elapsed().as_secs_f64(),
         });
-        let record = with_results(record, &evaluation);
+        let record = evaluation.added_to(record);
         self.keep_record(&record);
         self.reports.log.event(&record)?;
         self.judge(epoch, evaluation, branch)
@@ -360,7 +360,7 @@ impl<'j, M, S: Strategy> Trainer<'j, M, S> {
             let (step, epoch) = self.now();
             let elapsed = ctx.started().elapsed().as_secs_f64();
             let record = json!({ "step": step, "epoch": epoch, "elapsed_s": elapsed });
-            let record = with_results(record, &evaluation);
+            let record = evaluation.added_to(record);
             self.keep_record(&record);
             self.reports.log.event(&record)?;
         }
@@ -859,14 +859,4 @@ impl<M> Trainer<'_, M> {
         self.count_evaluation(began);
         outcome
     }
-}
-
-/// `record` with what `evaluation` has measured.
-fn with_results(mut record: Value, evaluation: &Evaluation) -> Value {
-    record["test_loss"] = json!(evaluation.loss);
-    record["accuracy"] = json!(evaluation.accuracy);
-    for (name, value) in &evaluation.values {
-        record[format!("test_{name}")] = json!(value);
-    }
-    record
 }

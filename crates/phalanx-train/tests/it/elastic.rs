@@ -33,7 +33,7 @@ pub(crate) enum Point {
 use Point::{Evaluation, Hold, Leave, Step};
 
 const SAMPLES: usize = 37;
-const SHARDS: [&str; 6] = [
+pub(crate) const SHARDS: [&str; 6] = [
     "--global-batch-size",
     "8",
     "--deterministic",
@@ -43,10 +43,10 @@ const SHARDS: [&str; 6] = [
 ];
 
 /// The bits of a rank's weights, and of the last evaluation; what the program has counted itself.
-type Trained = (Vec<u32>, u64, Own);
+pub(crate) type Trained = (Vec<u32>, u64, Own);
 
 /// Steps and learning rates, each beside its epoch.
-type Own = Vec<(usize, u64)>;
+pub(crate) type Own = Vec<(usize, u64)>;
 
 /// Trains on `world` ranks, of which each `(rank, point)` of `losses` is lost there. What each rank has that ends.
 fn train(
@@ -63,7 +63,7 @@ fn train(
 }
 
 /// The same; nothing of ranks that are lost or leave.
-fn outcomes(
+pub(crate) fn outcomes(
     dir: &Path,
     args: &[&str],
     world: usize,
