@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # The adapters for other engines: their lints, tests and examples, which train, go on from a checkpoint on another number of
 # ranks, run under `phalanx launch`, and get the same weights on one rank with accumulation, on two ranks of a host and on two
-# hosts (network namespaces). Burn's on Mesa's software GPU too.
+# hosts (network namespaces). Burn's on Mesa's software GPU too, and a recipe by phalanx-nn on Burn's devices.
 # Usage: tools/ci/adapters.sh PHALANX
 # Skips where a crate cannot be had, the two hosts where namespaces cannot be made, and the software GPU where Mesa cannot be
 # installed.
@@ -28,10 +28,17 @@ if grep -E '^(phalanx-(cli|data|flow|http|nn|report|track|train)|hyper|prost|tok
     echo "the adapters bring dependencies of the binary"
     exit 1
 fi
+# Mesa's software GPU.
+has_mesa() { compgen -G "/usr/share/vulkan/icd.d/lvp_icd.*" >/dev/null; }
+has_mesa || timeout 100 apt-get update -q >/dev/null 2>&1 || true
+has_mesa || timeout 120 apt-get install -y -q --no-install-recommends mesa-vulkan-drivers >/dev/null 2>&1 || true
+export XDG_RUNTIME_DIR="$out" LP_NUM_THREADS=1
 # The feature cuda downloads LLVM, and vulkan compiles for minutes.
-features=(--features phalanx-burn/train)
+features=(--features phalanx-burn/train,phalanx-burn/nn)
+built=("${features[@]}")
+! has_mesa || built=("${features[@]},phalanx-burn/wgpu")
 cargo clippy --workspace --all-targets "${features[@]}" --locked --quiet -- -D warnings
-cargo test --workspace "${features[@]}" --locked --quiet
+cargo test --workspace "${built[@]}" --locked --quiet
 RUSTDOCFLAGS="-D warnings" cargo doc --workspace "${features[@]}" --no-deps --locked --quiet
 candle=$CARGO_TARGET_DIR/debug/examples/mnist_candle
 burn=$CARGO_TARGET_DIR/debug/examples/mnist_burn
@@ -78,15 +85,8 @@ for train in "$candle --epochs 2 --checkpoint CHECKPOINT" "$burn --epochs 1"; do
 done
 [[ "$(wc -l <weights)" = $((${#hosts} ? 6 : 4)) && "$(uniq weights | wc -l)" = 2 ]] ||
     { echo "not the same weights in each way of two trainings:"; cat weights; exit 1; }
-# Burn by wgpu on Mesa's software GPU: one build more, which replaces the example.
-has_mesa() { compgen -G "/usr/share/vulkan/icd.d/lvp_icd.*" >/dev/null; }
-export XDG_RUNTIME_DIR="$out" LP_NUM_THREADS=1
-has_mesa || timeout 100 apt-get update -q >/dev/null 2>&1 || true
-has_mesa || timeout 120 apt-get install -y -q --no-install-recommends mesa-vulkan-drivers >/dev/null 2>&1 || true
+# Burn by wgpu on the software GPU, and a recipe on it.
 if has_mesa; then
-    wgpu=("--manifest-path=$root/adapters/Cargo.toml" -p phalanx-burn --features train,wgpu --locked --quiet)
-    cargo build "${wgpu[@]}" --test it --example mnist_burn
-    cargo test "${wgpu[@]}" --test it devices
     if "$burn" --device wgpu >refused 2>&1 || ! grep -q "; --device wgpu:cpu uses it" refused; then
         echo "--device wgpu was not refused:"; cat refused; exit 1
     fi
@@ -95,6 +95,14 @@ if has_mesa; then
     run "${gpu[@]}" --micro-batches 2
     [ "$(sed -n 's/.*  weights //p' log | tail -n 2 | uniq | wc -l)" = 1 ] ||
         { echo "not the same weights on a software GPU:"; tail -n 4 log; exit 1; }
+    cnn=("$CARGO_TARGET_DIR/debug/examples/mnist_cnn_burn" --data synthetic:32 --epochs 1 --global-batch-size 16)
+    digest() { sed -n 's/.*"weights_sha256": "\(.*\)".*/\1/p' "$1/summary.json"; }
+    run "${cnn[@]}" --device wgpu:cpu --nproc-per-node 2 --output-dir two
+    run "${cnn[@]}" --device wgpu:cpu --accumulate 2 --output-dir one
+    [ "$(digest two)" = "$(digest one)" ] || { echo "mnist_cnn_burn: not the same weights:"; cat log; exit 1; }
+    run "${cnn[@]}" --device wgpu:cpu --nproc-per-node 2 --stop-after 1 --output-dir resumed
+    run "${cnn[@]}" --device cpu --resume auto --output-dir resumed
+    [ -n "$(digest resumed)" ] || { echo "mnist_cnn_burn: not resumed on the CPU:"; cat log; exit 1; }
 else
     echo "Burn on a software GPU: skipped, mesa-vulkan-drivers is not installed and cannot be"
 fi

@@ -108,6 +108,9 @@ impl fmt::Display for DeviceChoice {
     }
 }
 
+/// A back end and its cards.
+type Found = (BackEnd, Vec<DeviceKind>);
+
 impl DeviceChoice {
     /// Opens the device of this rank, without autodiff, and adds its back end to what
     /// [must agree](ReplicaOptions::must_agree). Rank 0 prints card, back end and float type.
@@ -123,26 +126,62 @@ impl DeviceChoice {
     /// if the device cannot be opened; `PeerLost` or `Timeout` naming the rank. The group is aborted after an error, so that
     /// the other ranks do not wait.
     pub fn open(self, rank: &RankContext, options: &mut ReplicaOptions) -> Result<Device> {
-        let group = rank.group();
-        let opened = self.opened(rank.local_rank, &group);
-        if let Err(error) = &opened {
-            group.abort(&error.to_string());
-        }
-        let (device, back_end) = opened?;
+        let (device, back_end) = self.opened(rank, self.back_end_and_cards())?;
         let (_, back_end, _) = back_end.facts();
         options
             .must_agree
             .push(format!("the device's back end is {back_end}"));
         if rank.is_main() {
-            let float = format!("{:?}", device.settings().float_dtype).to_lowercase();
-            let name = name(&device);
-            rank.line(&format!("device {name}, back end {back_end}, {float}"))?;
+            rank.line(&format!("device {}", described(&device, back_end)))?;
         }
         Ok(device)
     }
 
-    fn opened(self, local_rank: usize, group: &ProcessGroup) -> Result<(Device, BackEnd)> {
-        let (back_end, kind) = self.find(local_rank)?;
+    /// Opens the GPU of this rank, for [`OnDevice`](crate::OnDevice), and gives the name of the back end: `cuda`, `vulkan` or
+    /// `wgpu`. `None` where the choice is the CPU, whose engine is phalanx-nn's own. Rank 0 says on standard error what it is.
+    ///
+    /// *Blocks* until all ranks of the group call it. A process that has yet to join an elastic training does not wait for the
+    /// others, and may share a card with one of them.
+    ///
+    /// # Errors
+    ///
+    /// As [`open`](Self::open).
+    #[cfg(feature = "nn")]
+    pub fn open_gpu(self, rank: &RankContext) -> Result<Option<(Device, &'static str)>> {
+        let found = self.back_end_and_cards();
+        if found.0 == BackEnd::Cpu {
+            if !rank.is_newcomer() {
+                // Ranks with a GPU wait for this one, and then see that it has none.
+                self.refuse_sharing(&rank.group(), &String::new(), String::new)?;
+            }
+            rank.note("device   CPU, Phalanx's own engine");
+            return Ok(None);
+        }
+        let (device, back_end) = self.opened(rank, found)?;
+        rank.note(&format!("device   {}", described(&device, back_end.name())));
+        Ok(Some((device, back_end.name())))
+    }
+
+    fn opened(self, rank: &RankContext, found: Found) -> Result<(Device, BackEnd)> {
+        if rank.is_newcomer() {
+            let (back_end, kind) = self.find(rank.local_rank, found)?;
+            return Ok((back_end.open(&kind)?, back_end));
+        }
+        let group = rank.group();
+        let opened = self.opened_in(rank.local_rank, found, &group);
+        if let Err(error) = &opened {
+            group.abort(&error.to_string());
+        }
+        opened
+    }
+
+    fn opened_in(
+        self,
+        local_rank: usize,
+        found: Found,
+        group: &ProcessGroup,
+    ) -> Result<(Device, BackEnd)> {
+        let (back_end, kind) = self.find(local_rank, found)?;
         let device = back_end.open(&kind)?;
         // Empty if it may be shared.
         let card = match (back_end, self.which) {
@@ -176,22 +215,24 @@ impl DeviceChoice {
         }
     }
 
-    /// The back end and the device that it opens.
-    fn find(self, local_rank: usize) -> Result<(BackEnd, DeviceKind)> {
-        let (back_end, cards) = match self.back_end {
-            BackEnd::Auto => {
-                let discrete = |back_end: BackEnd| {
-                    let mut cards = back_end.cards();
-                    cards.retain(|kind| matches!(kind, DeviceKind::DiscreteGpu(_)));
-                    (!cards.is_empty()).then_some((back_end, cards))
-                };
-                let found = [BackEnd::Cuda, BackEnd::Wgpu]
-                    .into_iter()
-                    .find_map(discrete);
-                found.unwrap_or((BackEnd::Cpu, Vec::new()))
-            }
-            back_end => (back_end, back_end.cards()),
+    /// The back end, and the cards from which it takes one.
+    fn back_end_and_cards(self) -> Found {
+        let discrete = |back_end: BackEnd| {
+            let mut cards = back_end.cards();
+            cards.retain(|kind| matches!(kind, DeviceKind::DiscreteGpu(_)));
+            (!cards.is_empty()).then_some((back_end, cards))
         };
+        match self.back_end {
+            BackEnd::Auto => [BackEnd::Cuda, BackEnd::Wgpu]
+                .into_iter()
+                .find_map(discrete)
+                .unwrap_or((BackEnd::Cpu, Vec::new())),
+            back_end => (back_end, back_end.cards()),
+        }
+    }
+
+    /// The back end and the device that it opens.
+    fn find(self, local_rank: usize, (back_end, cards): Found) -> Result<(BackEnd, DeviceKind)> {
         let (_, feature, is_compiled) = back_end.facts();
         if !is_compiled {
             return Err(self.usage(format!(
@@ -324,6 +365,12 @@ fn listed(found: &[Device], make: fn(DeviceKind) -> Device) -> Vec<DeviceKind> {
     kinds
         .filter(|kind| found.contains(&make(kind.clone())))
         .collect()
+}
+
+/// A device, its back end and its type of floats, for people.
+fn described(device: &Device, back_end: &str) -> String {
+    let float = format!("{:?}", device.settings().float_dtype).to_lowercase();
+    format!("{}, back end {back_end}, {float}", name(device))
 }
 
 /// What a device calls itself. Opens it.

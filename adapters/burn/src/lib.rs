@@ -7,6 +7,8 @@
 //!
 //! With the feature `train`, [`DataParallel`] runs Burn's `Learner` on all ranks.
 //!
+//! With the feature `nn`, [`OnDevice`] runs models of phalanx-nn on a device of Burn.
+//!
 //! A program is started by [`main`] or [`main_with`], which take `--nproc-per-node` and the other flags about ranks, or forms
 //! its process group by hand ([`comm::ProcessGroup::init`]). The guide is `docs/guide/burn.md`; `examples/mnist_burn.rs` trains a
 //! CNN on MNIST.
@@ -16,6 +18,8 @@ mod ddp;
 mod device;
 #[cfg(feature = "train")]
 mod learner;
+#[cfg(feature = "nn")]
+mod nn;
 mod tensors;
 
 use std::process::ExitCode;
@@ -25,6 +29,8 @@ pub use ddp::{DistributedDataParallel, Step};
 pub use device::DeviceChoice;
 #[cfg(feature = "train")]
 pub use learner::DataParallel;
+#[cfg(feature = "nn")]
+pub use nn::{DeviceStep, DeviceTensor, OnDevice};
 pub use phalanx_base::{Error, ErrorKind, Result};
 pub use phalanx_comm as comm;
 pub use phalanx_ddp::{Average, BucketCaps, GlobalBatch, ReplicaOptions, Uneven};

@@ -3,6 +3,8 @@
 mod devices;
 #[cfg(feature = "train")]
 mod learner;
+#[cfg(feature = "nn")]
+mod nn;
 
 use burn::module::{Module, ModuleMapper, ModuleVisitor, Param};
 use burn::nn::{BatchNorm, BatchNormConfig, Linear, LinearConfig};

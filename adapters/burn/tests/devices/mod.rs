@@ -45,7 +45,7 @@ fn choices_are_read_and_shown() {
     for text in [
         "", "gpu", "auto:0", "cpu:1", "cuda:cpu", "cuda:", "wgpu:-1", "cuda:0:1",
     ] {
-        let error = text.parse::<DeviceChoice>().expect_err(text);
+        let error = text.parse::<phalanx_burn::DeviceChoice>().expect_err(text);
         assert_eq!(error.kind(), ErrorKind::Usage);
         assert!(error.to_string().contains("use auto, cpu"), "{error}");
     }
@@ -223,6 +223,17 @@ mod wgpu {
         ranks(2, |group| {
             let (device, _) = open("auto", group).expect("the CPU");
             assert_eq!(device, Device::flex());
+        });
+        #[cfg(feature = "nn")]
+        ranks(2, |group| {
+            let rank = phalanx_burn::RankContext::new(group, 1);
+            let gpu = |text: &str| {
+                text.parse::<phalanx_burn::DeviceChoice>()
+                    .and_then(|c| c.open_gpu(&rank))
+            };
+            assert!(gpu("auto").expect("the CPU").is_none());
+            let (_, back_end) = gpu("wgpu:cpu").expect("opened").expect("a device");
+            assert_eq!(back_end, "wgpu");
         });
     }
 

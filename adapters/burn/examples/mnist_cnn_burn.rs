@@ -1,0 +1,14 @@
+//! `phalanx train mnist` on a GPU, by Burn.
+//!
+//! ```text
+//! cargo run --release -p phalanx-burn --features nn,wgpu --example mnist_cnn_burn -- --nproc-per-node 2 --device wgpu
+//! ```
+
+mod engine;
+
+use std::process::ExitCode;
+
+fn main() -> ExitCode {
+    let [program, ..] = phalanx_recipes::on_engine::<engine::OnBurn>();
+    program.main()
+}
