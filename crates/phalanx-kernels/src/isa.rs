@@ -126,6 +126,22 @@ pub(crate) fn has_tiles() -> bool {
     return false;
 }
 
+/// Bytes of a core's L2 cache; 1 MiB where the system does not say.
+pub(crate) fn l2_cache() -> usize {
+    static BYTES: OnceLock<usize> = OnceLock::new();
+    *BYTES.get_or_init(|| {
+        #[cfg(target_env = "gnu")]
+        // SAFETY: the call reads a constant of the system.
+        let bytes = unsafe { libc::sysconf(libc::_SC_LEVEL2_CACHE_SIZE) };
+        #[cfg(not(target_env = "gnu"))]
+        let bytes = 0;
+        usize::try_from(bytes)
+            .ok()
+            .filter(|b| *b > 0)
+            .unwrap_or(1 << 20)
+    })
+}
+
 /// The end of a function's body: returns `$wide` compiled with `$features` where `$has` holds,
 /// else `$avx2` compiled for AVX2 and FMA where the processor has them, else `$plain`.
 /// `$has`, of the instruction set in use, must imply that the processor has `$features`.

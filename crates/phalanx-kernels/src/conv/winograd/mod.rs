@@ -17,6 +17,7 @@ mod weights;
 
 use super::ConvShape;
 use crate::Mode;
+use crate::isa::l2_cache;
 use crate::panel::{Panels, multiply, multiply_transposed};
 use crate::par::{Disjoint, ThreadPool, scratch};
 use crate::vector::LANES;
@@ -43,7 +44,11 @@ pub(super) fn fits(s: &ConvShape) -> bool {
 
 /// Tiles of a block whose transforms fit into L2 together.
 fn block_tiles(channels: usize) -> usize {
-    if channels <= 128 { 48 } else { 96 }
+    match channels {
+        ..=64 if l2_cache() < 2 << 20 => 24,
+        ..=128 => 48,
+        _ => 96,
+    }
 }
 
 /// Weights of more elements than this are transformed panel by panel, in
@@ -233,10 +238,19 @@ fn by_blocks(
             let (v, m) = rest.split_at_mut(a);
             let v = Domain::new(v, block, map.inp);
             let m = Domain::new(m, block, map.out);
+            // What is read next and written last comes from memory while positions are multiplied.
+            let next = map
+                .grid
+                .rows(span.next(), x.as_ptr(), map.grid.input, map.inp);
+            let last = map
+                .grid
+                .rows(span, out.pointer(0), map.grid.output, map.out);
             // SAFETY: sizes were checked in `run`; these tiles' outputs belong to this chunk.
             unsafe {
                 tiles::input(&map.grid, x.as_ptr(), zeros.as_ptr(), span, v);
                 for p in 0..POSITIONS {
+                    weights::fetch(next, p);
+                    weights::fetch(last, p);
                     multiply(&Panels {
                         a: v.data.add(p * v.plane),
                         a_panel: block * LANES,
@@ -432,6 +446,15 @@ fn both_domains(
     });
 }
 
+/// Inputs and output gradients of the tiles after a span, to be prefetched.
+fn next_pixels(map: &TileMap, span: Span, x: &[f32], dy: &[f32]) -> [Rows; 2] {
+    let g = map.grid;
+    [
+        g.rows(span.next(), x.as_ptr(), g.input, map.inp),
+        g.rows(span.next(), dy.as_ptr(), g.output, map.out),
+    ]
+}
+
 /// `sums (+)=` the products of one position's tiles, the first `count` of a block.
 ///
 /// # Safety
@@ -484,12 +507,21 @@ fn gradient_by_blocks(
     for first in (0..tiles).step_by(block) {
         let count = block.min(tiles - first);
         both_domains(threads, s, x, dy, (first, count), v, z);
-        let shared = SharedPtr((v, z));
+        let span = Span {
+            first,
+            count,
+            row: 0,
+        };
+        let shared = SharedPtr((v, z, next_pixels(&map, span, x, dy)));
         threads.run(POSITIONS, |p| {
+            let (v, z, next) = shared.get();
             // SAFETY: position p of the sums belongs to this chunk.
             unsafe {
+                for rows in next {
+                    weights::fetch(rows, p);
+                }
                 let to = sums.pointer(p * plane);
-                sum_position(s, p, shared.get(), count, to, first > 0);
+                sum_position(s, p, (v, z), count, to, first > 0);
             }
         });
     }
@@ -529,11 +561,15 @@ fn gradient_by_runs(
                     count,
                     row: 0,
                 };
+                let next = next_pixels(&map, span, x, dy);
                 // SAFETY: sizes were checked by the caller; domains and sums are this chunk's.
                 unsafe {
                     tiles::input(&map.grid, x.as_ptr(), zeros.as_ptr(), span, v);
                     tiles::gradient(&map.grid, dy.as_ptr(), zeros.as_ptr(), span, z);
                     for p in 0..POSITIONS {
+                        for rows in next {
+                            weights::fetch(rows, p);
+                        }
                         let to = sums.as_mut_ptr().add(p * plane);
                         sum_position(s, p, (v, z), count, to, first > from);
                     }

@@ -2,6 +2,7 @@
 //! domain, where position p of all tiles is one matrix: `[channels / 16][tiles][16]`.
 
 use super::transform::{self, POSITIONS, SIDE, STEP};
+use super::weights::Rows;
 use crate::vector::{LANES, Vector};
 
 /// A convolution's tiles: 4x4 outputs each, over 6x6 inputs.
@@ -32,6 +33,25 @@ impl Grid {
     fn place(&self, tile: usize) -> (usize, usize, usize) {
         let (row, column) = (tile / self.across(), tile % self.across());
         (row / self.down(), row % self.down() * STEP, column * STEP)
+    }
+
+    /// Where the tiles' pixels lie in images of `size`, to prefetch them: whole rows of tiles, and
+    /// of tiles behind the last one, its row.
+    pub(super) fn rows(
+        &self,
+        s: Span,
+        images: *const f32,
+        size: [usize; 2],
+        channels: usize,
+    ) -> Rows {
+        let line = |tile: usize| {
+            let (image, y, _) = self.place(tile);
+            (image * size[0] + y).min((self.images * size[0]).saturating_sub(STEP))
+        };
+        let last = (s.first + s.count).min(self.tiles()) - 1;
+        let (from, to) = (line(s.first.min(last)), line(last) + STEP);
+        let row = size[1] * channels;
+        Rows::run(images.wrapping_add(from * row), (to - from) * row)
     }
 }
 
@@ -85,6 +105,16 @@ pub(super) struct Span {
     pub first: usize,
     pub count: usize,
     pub row: usize,
+}
+
+impl Span {
+    /// As many tiles, behind these.
+    pub(super) fn next(self) -> Self {
+        Span {
+            first: self.first + self.count,
+            ..self
+        }
+    }
 }
 
 /// Pixels of a square with its corner at (top, left); those outside the image

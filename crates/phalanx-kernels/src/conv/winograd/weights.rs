@@ -123,7 +123,7 @@ vectorised! {
 }
 
 /// Runs of memory, `lines` cache lines each, that hold part of the kernels (or of their
-/// gradients, laid out alike).
+/// gradients, laid out alike), or of images.
 #[derive(Clone, Copy)]
 pub(super) struct Rows {
     first: *const f32,
@@ -150,6 +150,17 @@ impl Rows {
             stride: k.out,
             count,
             lines,
+        }
+    }
+
+    /// `len` floats that lie one after another.
+    pub(super) fn run(first: *const f32, len: usize) -> Self {
+        Rows {
+            first,
+            tap: len / TAPS,
+            stride: len / POSITIONS,
+            count: POSITIONS / TAPS,
+            lines: len.div_ceil(POSITIONS * LANES),
         }
     }
 
