@@ -40,18 +40,17 @@ use crate::plan::Collective;
 use crate::transport::{Arenas, Interest, Mesh, Segment};
 use phalanx_fold::Source;
 
-/// Most bytes of one stage when every rank has a core: two stages and two
-/// results of two ranks fit the second-level caches in use.
+/// Most bytes of one stage when every rank has a core: two stages of two ranks fit the
+/// second-level caches in use.
 const STAGE_BYTES: usize = 256 << 10;
 /// Least bytes of a segment then: about 2 µs of copying, for a
 /// synchronisation of 0.2 µs.
 const SEGMENT_MIN_BYTES: usize = 16 << 10;
 /// Least number of segments, so that one rank copies in while another copies out.
 const SEGMENTS_MIN: usize = 4;
-/// Data up to this size is staged also where it is registered: saving one
-/// synchronisation is worth a copy. (Where ranks share cores, the limit is that up to
-/// which every rank folds everything.)
-const COPIED_MAX_BYTES: usize = 8 << 10;
+/// Most data that every rank folds as a whole, registered or not, when every rank has a
+/// core: saving one synchronisation is worth a copy.
+const COPIED_MAX_BYTES: usize = 2 << 10;
 /// Most bytes of a result that is visited at a time: it fits the second-level caches in use together with
 /// the visitor's own data, and is long enough for a fold to prefetch its sources.
 const VISITED_BYTES: usize = 256 << 10;

@@ -18,7 +18,7 @@ impl Run<'_, '_> {
     /// |---|---|---|
     /// | small, none registered (or very small) | 1: copy to own stage; then every rank folds all stages | n |
     /// | all registered | 2: owners fold their chunk in place, and write it to all | 0 |
-    /// | otherwise | S + 1 for S segments: stage segment i, fold i − 1, fetch i − 2 | 2n(1 − 1/P) |
+    /// | otherwise | S + 1 for S segments: fetch segment i − 2, stage i, fold i − 1 in all stages | 2n(1 − 1/P) |
     ///
     /// # Safety
     ///
@@ -26,12 +26,12 @@ impl Run<'_, '_> {
     pub(super) unsafe fn reduce(&mut self) -> Result<()> {
         let (count, bytes) = (self.operation.count, self.operation.count * self.elem_bytes);
         let data = self.buffers.output;
-        let place = match bytes <= self.copied_bytes() {
+        let in_one_round = bytes <= self.one_round_bytes();
+        let place = match in_one_round {
             true => Place::Staged,
             false => self.place_of(data, bytes),
         };
         let stages = place == Place::Staged;
-        let in_one_round = bytes <= self.one_round_bytes();
         let segment = match in_one_round {
             true => count,
             false => self.segment_bytes(bytes) / self.elem_bytes,
@@ -46,12 +46,12 @@ impl Run<'_, '_> {
                     let stage = self.stage(self.shm.me, self.shm.staged, bytes);
                     self.copy_staged(data, stage, bytes);
                 } else {
-                    self.stage_for_owners(piece(0), 0);
+                    self.copy_others(piece(0), 0, |data, stage| (data, stage));
                 }
             }
         }
         self.enter(place)?;
-        if in_one_round && !self.any_registered() {
+        if in_one_round {
             // SAFETY: handed on from the caller, and every rank has staged all its data.
             unsafe { self.fold_everything(bytes) };
             self.shm.staged += 1;
@@ -65,40 +65,35 @@ impl Run<'_, '_> {
             return self.step();
         }
         for i in 1..=segments {
-            // SAFETY: as README.md explains: the segments staged, folded and fetched
-            // here are three different ones, and stages and results alternate.
+            // SAFETY: as README.md explains: segment i is staged where i − 2 was, which
+            // is fetched first, and i − 1 is folded in the other stage.
             unsafe {
-                if i < segments && stages {
-                    self.stage_for_owners(piece(i), i);
-                }
-                self.fold_piece(piece(i - 1), i - 1);
                 if i >= 2 && stages {
                     self.fetch_results(piece(i - 2), i - 2);
                 }
+                if i < segments && stages {
+                    self.copy_others(piece(i), i, |data, stage| (data, stage));
+                }
+                self.fold_piece(piece(i - 1), i - 1);
             }
             self.step()?;
         }
         if stages {
-            // SAFETY: as above; the others write no result before they have
-            // seen us in the next operation.
+            // SAFETY: as above; all ranks are done with our stages.
             unsafe { self.fetch_results(piece(segments - 1), segments - 1) };
         }
         self.shm.staged += segments;
         Ok(())
     }
 
-    /// Up to this size, if no rank's data is registered, every rank folds everything,
-    /// which saves one synchronisation.
+    /// Up to this size every rank folds everything, unless another rank's data is registered: that saves one
+    /// synchronisation.
     fn one_round_bytes(&self) -> usize {
-        crate::select::one_round_max_bytes(self.shm.world).min(self.shm.stage_bytes)
-    }
-
-    /// Up to this size this is also done if data is registered.
-    fn copied_bytes(&self) -> usize {
-        match self.shm.is_oversubscribed() {
-            true => self.one_round_bytes(),
-            false => self.one_round_bytes().min(COPIED_MAX_BYTES),
-        }
+        let most = match self.shm.is_oversubscribed() {
+            true => self.shm.stage_bytes,
+            false => COPIED_MAX_BYTES.min(self.shm.stage_bytes),
+        };
+        crate::select::one_round_max_bytes(self.shm.world).min(most)
     }
 
     /// Whether `rank` gets the result.
@@ -128,29 +123,6 @@ impl Run<'_, '_> {
         self.shm.lists = lists;
     }
 
-    /// Copies the elements of `piece` that others own to our stage `index` of
-    /// this operation.
-    ///
-    /// # Safety
-    ///
-    /// The data is the caller's, and no rank reads that stage.
-    unsafe fn stage_for_owners(&mut self, piece: std::ops::Range<usize>, index: usize) {
-        let chunks = self.chunks(piece.len());
-        let mine = chunks.range(self.shm.me);
-        let stage = self.stage(self.shm.me, self.shm.staged + index, usize::MAX);
-        let bytes = |elems: usize| elems * self.elem_bytes;
-        for part in [0..mine.start, mine.end..piece.len()] {
-            // SAFETY: the piece is inside the data and no longer than a stage.
-            unsafe {
-                self.copy_staged(
-                    self.buffers.output.add(bytes(piece.start + part.start)),
-                    stage.add(bytes(part.start)),
-                    bytes(part.len()),
-                );
-            }
-        }
-    }
-
     /// Folds the elements that we own of `piece`, segment `index`.
     ///
     /// # Safety
@@ -163,10 +135,10 @@ impl Run<'_, '_> {
         unsafe { self.fold_chunk(range, Some(mine.start), index) };
     }
 
-    /// Folds the elements `range`, which we own, from all ranks; writes them to all
-    /// ranks that get the result and published a place for it, and, if others get it
-    /// too, to our result `index`. `in_stage` is where unregistered ranks have
-    /// staged them; `None` when all are registered.
+    /// Folds the elements `range`, which we own, from all ranks, and writes them to all
+    /// ranks that get the result: to the place that a rank published, or to its stage
+    /// `index`. `in_stage` is where unregistered ranks have staged them; `None` when all
+    /// are registered.
     ///
     /// # Safety
     ///
@@ -185,36 +157,22 @@ impl Run<'_, '_> {
         lists.intos.clear();
         let at = range.start * self.elem_bytes;
         let staged_at = in_stage.unwrap_or(0) * self.elem_bytes;
-        let mut to_result = false;
         for rank in 0..self.shm.world {
             let place = match self.registered(rank) {
-                _ if rank == self.shm.me => Some(self.buffers.output),
-                place => place,
-            };
-            match place {
-                Some(data) => {
-                    // SAFETY: the range lies inside the data.
-                    let data = unsafe { data.add(at) };
-                    lists.sources.push(data);
-                    if self.receives(rank) {
-                        lists.intos.push(data);
-                    }
-                }
+                _ if rank == self.shm.me => self.buffers.output.wrapping_add(at),
+                Some(data) => data.wrapping_add(at),
                 None => {
                     let stage = self.stage(rank, self.shm.staged + index, usize::MAX);
-                    // SAFETY: the chunk lies inside the stage.
-                    lists.sources.push(unsafe { stage.add(staged_at) });
-                    to_result |= self.receives(rank);
+                    stage.wrapping_add(staged_at)
                 }
+            };
+            lists.sources.push(place);
+            if self.receives(rank) {
+                lists.intos.push(place);
             }
         }
-        if to_result {
-            let result = self.result(self.shm.me, index);
-            // SAFETY: a result is as large as a stage.
-            lists.intos.push(unsafe { result.add(staged_at) });
-        }
-        // SAFETY: handed on from the caller. Destinations are sources or
-        // results, which are no sources.
+        // SAFETY: handed on from the caller: the range lies inside the data, the chunk inside
+        // the stages. Destinations are sources.
         unsafe { self.fold(&lists.intos, &lists.sources, range.len()) };
         self.shm.lists = lists;
     }
@@ -238,29 +196,39 @@ impl Run<'_, '_> {
         self.shm.counters.folded(bytes);
     }
 
-    /// Fetches the elements of `piece` that others own from their results, unless they
-    /// wrote them to us.
+    /// Fetches the elements of `piece` that others own from our stage `index`, where they
+    /// wrote the results.
     ///
     /// # Safety
     ///
-    /// The segment `index` is folded, and no other rank touches our data.
+    /// The segment `index` is folded, and no other rank touches our data and that stage.
     unsafe fn fetch_results(&mut self, piece: std::ops::Range<usize>, index: usize) {
-        if !self.receives(self.shm.me) {
-            return;
+        if self.receives(self.shm.me) {
+            // SAFETY: handed on from the caller.
+            unsafe { self.copy_others(piece, index, |data, stage| (stage, data)) };
         }
-        let chunks = self.chunks(piece.len());
+    }
+
+    /// Copies the elements of `piece` that others own between our data and our stage
+    /// `index` of this operation; `order` makes source and destination of the two.
+    ///
+    /// # Safety
+    ///
+    /// The data is the caller's, and no other rank touches that stage.
+    unsafe fn copy_others(
+        &mut self,
+        piece: std::ops::Range<usize>,
+        index: usize,
+        order: impl Fn(*mut u8, *mut u8) -> (*mut u8, *mut u8),
+    ) {
+        let mine = self.chunks(piece.len()).range(self.shm.me);
+        let stage = self.stage(self.shm.me, self.shm.staged + index, usize::MAX);
         let bytes = |elems: usize| elems * self.elem_bytes;
-        for owner in (0..self.shm.world).filter(|&rank| rank != self.shm.me) {
-            let part = chunks.range(owner);
-            // SAFETY: a result is as large as a stage, and the piece lies
-            // inside the data.
-            unsafe {
-                self.copy_staged(
-                    self.result(owner, index).add(bytes(part.start)),
-                    self.buffers.output.add(bytes(piece.start + part.start)),
-                    bytes(part.len()),
-                );
-            }
+        for part in [0..mine.start, mine.end..piece.len()] {
+            let data = (self.buffers.output).wrapping_add(bytes(piece.start + part.start));
+            let (from, to) = order(data, stage.wrapping_add(bytes(part.start)));
+            // SAFETY: the piece is inside the data and no longer than a stage.
+            unsafe { self.copy_staged(from, to, bytes(part.len())) };
         }
     }
 
@@ -352,6 +320,8 @@ impl Run<'_, '_> {
     ) {
         let mut lists = std::mem::take(&mut self.shm.lists);
         lists.sources.clear();
+        lists.intos.clear();
+        lists.intos.push(into);
         let part_bytes = self.operation.count * self.elem_bytes;
         let at = self.shm.me * part_bytes + piece.start * self.elem_bytes;
         for rank in 0..self.shm.world {
@@ -360,12 +330,16 @@ impl Run<'_, '_> {
                 _ if rank == self.shm.me => unsafe { self.buffers.input.add(at) },
                 // SAFETY: as above.
                 Some(input) => unsafe { input.add(at) }.cast_const(),
-                None => staged(self, rank).cast_const(),
+                None => {
+                    let stage = staged(self, rank);
+                    lists.intos.push(stage);
+                    stage.cast_const()
+                }
             };
             lists.sources.push(source);
         }
         // SAFETY: handed on from the caller.
-        unsafe { self.fold(&[into], &lists.sources, piece.len()) };
+        unsafe { self.fold(&lists.intos, &lists.sources, piece.len()) };
         self.shm.lists = lists;
     }
 

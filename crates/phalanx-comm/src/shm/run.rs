@@ -374,11 +374,6 @@ impl<'a, 'b> Run<'a, 'b> {
         }
     }
 
-    /// Result `index` of `rank` in this operation.
-    pub(super) fn result(&self, rank: usize, index: usize) -> *mut u8 {
-        self.shm.segment.result(rank, index % 2)
-    }
-
     /// Copies into or out of memory that others access.
     ///
     /// # Safety

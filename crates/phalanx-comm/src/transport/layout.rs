@@ -6,7 +6,7 @@
 //! seats    per rank: a bell for each channel (128 B), state and what it is doing (384 B, `status`)
 //! cells    per rank: two of 128 B, see `shm/cell.rs`
 //! rings    for each channel, per ordered pair (from, to), from ≠ to: see `ring.rs`
-//! staging  per rank: two stages and two results, see `shm/README.md`
+//! staging  per rank: two stages, see `shm/README.md`
 //! ```
 //!
 //! A *seat* is a rank's index among the ranks of its host, in rank order.
@@ -41,8 +41,8 @@ pub(crate) const CELL_BYTES: usize = 128;
 const STAGING_BYTES: usize = 64 << 20;
 const STAGE_MIN_BYTES: usize = 64 << 10;
 const STAGE_MAX_BYTES: usize = 1 << 20;
-/// Two stages and two results.
-const STAGES: usize = 4;
+/// Stages of a rank.
+const STAGES: usize = 2;
 
 /// Default size of all rings of a channel.
 const RINGS_BYTES: usize = 64 << 20;
@@ -142,7 +142,7 @@ impl Layout {
         (self.cell(self.seats, 0) + rings).next_multiple_of(PAGE_BYTES)
     }
 
-    /// Bytes of each stage and of each result.
+    /// Bytes of each stage.
     pub(crate) fn stage_capacity(&self) -> usize {
         let share = STAGING_BYTES / (STAGES * self.seats);
         share.clamp(STAGE_MIN_BYTES, STAGE_MAX_BYTES) / PAGE_BYTES * PAGE_BYTES
@@ -151,11 +151,6 @@ impl Layout {
     /// Stage `which` (0 or 1) of a rank: input that it lets its peers read.
     pub(crate) fn stage(&self, seat: usize, which: usize) -> usize {
         self.staging() + (STAGES * seat + which) * self.stage_capacity()
-    }
-
-    /// Result `which` (0 or 1) of a rank.
-    pub(crate) fn result(&self, seat: usize, which: usize) -> usize {
-        self.stage(seat, 2 + which)
     }
 
     fn stride(&self) -> usize {
@@ -201,10 +196,9 @@ mod tests {
                         let cell = layout.cell(from, which);
                         assert!(cell.is_multiple_of(128));
                         taken.push((cell, cell + CELL_BYTES));
-                        for start in [layout.stage(from, which), layout.result(from, which)] {
-                            assert!(start.is_multiple_of(PAGE_BYTES));
-                            taken.push((start, start + layout.stage_capacity()));
-                        }
+                        let stage = layout.stage(from, which);
+                        assert!(stage.is_multiple_of(PAGE_BYTES));
+                        taken.push((stage, stage + layout.stage_capacity()));
                     }
                 }
                 taken.sort_unstable();

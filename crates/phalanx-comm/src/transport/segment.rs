@@ -12,7 +12,7 @@ use crate::status::StatusCell;
 use crate::wait::{Bell, FutexKind};
 
 const MAGIC: u64 = u64::from_le_bytes(*b"PHLXSEG\0");
-const VERSION: u32 = 4;
+const VERSION: u32 = 5;
 
 /// Up to this size, private memory is reserved in advance.
 const SPARSE_ABOVE_BYTES: usize = 1 << 30;
@@ -228,7 +228,7 @@ impl Segment {
             .bytes_at(self.layout.cell(seat, which) + offset, CELL_BYTES - offset)
     }
 
-    /// Bytes of each stage and of each result.
+    /// Bytes of each stage.
     pub(crate) fn stage_capacity(&self) -> usize {
         self.layout.stage_capacity()
     }
@@ -237,12 +237,6 @@ impl Segment {
     pub(crate) fn stage(&self, seat: usize, which: usize) -> *mut u8 {
         self.region
             .bytes_at(self.layout.stage(seat, which), self.stage_capacity())
-    }
-
-    /// Result `which` (0 or 1) of the rank on `seat`.
-    pub(crate) fn result(&self, seat: usize, which: usize) -> *mut u8 {
-        self.region
-            .bytes_at(self.layout.result(seat, which), self.stage_capacity())
     }
 
     /// A copy of the first bytes: header, poison, seats.
