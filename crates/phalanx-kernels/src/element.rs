@@ -148,6 +148,7 @@ impl<'a> ValuesMut<'a> {
         }
     }
 
+    #[cfg(target_arch = "x86_64")]
     pub(crate) fn len(&self) -> usize {
         match self {
             ValuesMut::F32(v) => v.len(),

@@ -4,7 +4,7 @@ use super::element::Element;
 use crate::par::{PIECE, ThreadPool};
 
 simd! {
-    fn add_piece<T: Element>(into: &mut [T], from: &[T]) {
+    fn add_piece<T: Element, F: Element>(into: &mut [T], from: &[F]) {
         for (a, b) in into.iter_mut().zip(from) {
             *a = T::of(a.wide() + b.wide());
         }
@@ -73,7 +73,7 @@ pub fn clip_backward(threads: &ThreadPool, y: &[f32], dy: &mut [f32], clip: Clip
 
 /// `into += from`, rounded to what they are.
 #[inline(never)]
-pub fn add<T: Element>(threads: &ThreadPool, into: &mut [T], from: &[T]) {
+pub fn add<T: Element, F: Element>(threads: &ThreadPool, into: &mut [T], from: &[F]) {
     threads.split(into, PIECE, |at, p| add_piece(p, &from[at..at + p.len()]));
 }
 

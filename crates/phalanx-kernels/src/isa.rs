@@ -119,10 +119,11 @@ fn tiles_detected() -> bool {
 }
 
 /// Whether bf16 blocks are multiplied by AMX tiles.
+#[cfg(target_arch = "x86_64")]
 pub(crate) fn has_tiles() -> bool {
-    #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
+    #[cfg(target_os = "linux")]
     return isa() == Isa::Avx512 && tiles_detected();
-    #[cfg(not(all(target_arch = "x86_64", target_os = "linux")))]
+    #[cfg(not(target_os = "linux"))]
     return false;
 }
 

@@ -17,7 +17,8 @@ pub mod aligned;
 pub mod attention;
 pub mod avg_pool;
 pub mod batch_norm;
-pub mod bf16;
+#[cfg(target_arch = "x86_64")]
+mod bf16;
 pub mod bias;
 pub mod broadcast;
 pub mod conv;
@@ -43,7 +44,7 @@ pub mod squares;
 pub mod transpose;
 pub mod update;
 
-pub use precision::Precision;
+pub use precision::{Family, Precision};
 
 use element::{Bf16, Element};
 
@@ -68,7 +69,7 @@ pub fn compiled_here() -> impl Sized {
             batch_norm::backward_sums::<T> as *const (),
             batch_norm::gradient::<T> as *const (),
             batch_norm::gradient_to::<T> as *const (),
-            elementwise::add::<T> as *const (),
+            elementwise::add::<T, T> as *const (),
             max_pool::forward::<T> as *const (),
             max_pool::backward::<T> as *const (),
         ]

@@ -3,8 +3,7 @@
 use std::time::{Duration, Instant};
 
 use super::Mode;
-use super::bf16;
-use super::conv::ConvShape;
+use super::conv::{self, ConvShape};
 use super::element::{Values, ValuesMut};
 use super::product::{Mat, product};
 use crate::Precision;
@@ -29,18 +28,19 @@ pub fn measure(threads: &ThreadPool, precision: Precision) -> f64 {
         let s = ConvShape::product(threads.count() * rows, [SIDE; 2], precision);
         let len = s.in_len();
         let (a, c) = (&a[..len], &mut c[..len]);
-        if precision == Precision::Bf16 {
-            work.resize(bf16::work_len(&s), 0.0);
+        let is_rounded = conv::multiplies_bf16(&s);
+        if is_rounded {
+            work.resize(conv::work_len(&s), 0.0);
         }
         let start = Instant::now();
-        match precision {
-            Precision::F32 => threads.split(c, rows * SIDE, |from, c| {
+        match is_rounded {
+            false => threads.split(c, rows * SIDE, |from, c| {
                 let a = Mat::rows(&a[from..], rows, SIDE, SIDE);
                 product(c, SIDE, a, Mat::rows(&b, SIDE, SIDE, SIDE), Mode::Write);
             }),
-            Precision::Bf16 => {
+            true => {
                 let (a, c) = (Values::F32(a), ValuesMut::F32(c));
-                bf16::forward(threads, &s, a, &b, (&[], false), &mut work, c);
+                conv::forward(threads, &s, a, &b, (None, false), &mut work, c);
             }
         }
         best = best.max(s.flops() as f64 / start.elapsed().as_secs_f64().max(1e-9));

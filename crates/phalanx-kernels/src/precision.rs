@@ -2,20 +2,15 @@
 
 /// Data type of the operands of convolutions and linear layers, in all three passes.
 ///
-/// Weights, their gradients, sums and statistics are f32 either way: with bf16 the
-/// operands of a product are rounded (nearest, ties to even), and their products
-/// are added in f32. Convolutions with groups, and products of two activations
-/// (`Tensor::bmm`), always multiply f32.
+/// Weights, their gradients, sums and statistics are f32 either way. With bf16 a
+/// convolution without bias and activation stores its output as bf16, rounded once
+/// (nearest, ties to even); the batch normalisation after it computes in f32, and rounds
+/// its output (with residual and activation) once, too; and the gradients of both are
+/// bf16 between operations: half the memory, and half the bytes to move. Other
+/// operations, and `Tensor::data`, get the same values as f32. Convolutions with groups,
+/// and products of two activations (`Tensor::bmm`), are those of f32.
 ///
-/// With bf16 a convolution without bias and activation stores its output as bf16,
-/// rounded once; the batch normalisation after it computes in f32, and rounds its
-/// output (with residual and activation) once, too; and the gradients of both are bf16
-/// between operations: half the memory, and half the bytes to move. Other operations,
-/// and `Tensor::data`, get the same values as f32.
-///
-/// Processors with AMX tiles compute the products with them. Others use f32 arithmetic,
-/// slower than the kernels of f32, with the same bits except for subnormal numbers,
-/// which AMX treats as zero.
+/// What else is rounded follows from the processor's [`Family`].
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Precision {
     /// 24 bits of mantissa.
@@ -25,13 +20,42 @@ pub enum Precision {
     Bf16,
 }
 
-impl Precision {
-    /// Whether this processor has instructions for such products, so that they
-    /// are faster than f32's.
-    pub fn is_native(self) -> bool {
+/// How a processor computes products in bf16. Within a family the bits are the same for
+/// every number of ranks and threads, and on every instruction set.
+///
+/// The family follows from the processor and [`isa`](crate::isa::isa): below AVX-512
+/// (`PHALANX_ISA=avx2` or `scalar`, too) it is `Other`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Family {
+    /// Tiles of AMX: both operands are rounded to bf16, weights too, and the products added in f32.
+    Amx,
+    /// `vdpbf16ps`: the same with another order of the sums; but 3x3 convolutions at stride 1 that
+    /// [f32 computes by Winograd's method](crate::conv) may be computed as by `Other`.
+    Avx512Bf16,
+    /// The products of f32, of values as they are stored: bf16 activations are widened, weights
+    /// and operands in f32 are not rounded. Linear layers are those of f32.
+    Other,
+}
+
+impl Family {
+    /// That of this process.
+    pub fn here() -> Self {
+        #[cfg(target_arch = "x86_64")]
+        if crate::isa::isa().is_avx512() && std::arch::is_x86_feature_detected!("avx512bf16") {
+            return match crate::isa::has_tiles() {
+                true => Family::Amx,
+                false => Family::Avx512Bf16,
+            };
+        }
+        Family::Other
+    }
+
+    /// What multiplies.
+    pub fn title(self) -> &'static str {
         match self {
-            Precision::F32 => true,
-            Precision::Bf16 => crate::isa::has_tiles(),
+            Family::Amx => "AMX",
+            Family::Avx512Bf16 => "AVX512_BF16",
+            Family::Other => "f32 products",
         }
     }
 }

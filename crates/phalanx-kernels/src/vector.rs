@@ -5,6 +5,9 @@
 //! NEON where it can). All operations round as the scalar ones do and
 //! multiply-adds are fused, so the three give the same bits.
 
+use crate::Precision;
+use crate::element::Element;
+
 /// Lanes of a vector.
 pub(crate) const LANES: usize = 16;
 
@@ -23,6 +26,35 @@ pub(crate) trait Vector: Copy {
 
     unsafe fn load(from: *const f32) -> Self;
     unsafe fn store(self, to: *mut f32);
+    /// Sixteen elements of either kind.
+    #[inline(always)]
+    unsafe fn load_from<S: Element>(from: *const S) -> Self {
+        // SAFETY: valid for sixteen elements, by the trait's contract.
+        unsafe {
+            match S::PRECISION {
+                Precision::F32 => Self::load(from.cast()),
+                Precision::Bf16 => {
+                    let wide = from.cast::<[S; LANES]>().read_unaligned().map(S::wide);
+                    Self::load(wide.as_ptr())
+                }
+            }
+        }
+    }
+    /// Stores elements of either kind, rounded.
+    #[inline(always)]
+    unsafe fn store_to<S: Element>(self, to: *mut S) {
+        // SAFETY: as in `load_from`.
+        unsafe {
+            match S::PRECISION {
+                Precision::F32 => self.store(to.cast()),
+                Precision::Bf16 => {
+                    let mut wide = [0.0; LANES];
+                    self.store(wide.as_mut_ptr());
+                    to.cast::<[S; LANES]>().write_unaligned(wide.map(S::of));
+                }
+            }
+        }
+    }
     unsafe fn splat(v: f32) -> Self;
     /// `self * b + c`, rounded once.
     unsafe fn fma(self, b: Self, c: Self) -> Self;
@@ -340,19 +372,19 @@ pub(crate) use x86::{Pair, Wide, transpose};
 /// Defines `unsafe fn name(args)` that calls the generic `body::<V>` compiled
 /// for the instruction set in use.
 macro_rules! vectorised {
-    ($(#[$meta:meta])* $vis:vis unsafe fn $name:ident($($arg:ident: $ty:ty),* $(,)?) $(-> $ret:ty)? = $body:ident) => {
+    ($(#[$meta:meta])* $vis:vis unsafe fn $name:ident $(<$g:ident: $bound:ident>)? ($($arg:ident: $ty:ty),* $(,)?) $(-> $ret:ty)? = $body:ident) => {
         $(#[$meta])*
         #[allow(clippy::too_many_arguments)]
-        $vis unsafe fn $name($($arg: $ty),*) $(-> $ret)? {
+        $vis unsafe fn $name $(<$g: $bound>)? ($($arg: $ty),*) $(-> $ret)? {
             dispatch! {
-                [] ($($arg: $ty),*) [$(-> $ret)?];
+                [$(<$g: $bound>)?] ($($arg: $ty),*) [$(-> $ret)?];
                 "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma" if Isa::is_avx512 =>
                 // SAFETY: compiled for AVX-512; the rest is the caller's promise.
-                unsafe { $body::<$crate::vector::Wide>($($arg),*) };
+                unsafe { $body::<$crate::vector::Wide $(, $g)?>($($arg),*) };
                 // SAFETY: compiled for AVX2 and FMA; the rest is the caller's promise.
-                unsafe { $body::<$crate::vector::Pair>($($arg),*) };
+                unsafe { $body::<$crate::vector::Pair $(, $g)?>($($arg),*) };
                 // SAFETY: the caller's promise.
-                unsafe { $body::<$crate::vector::Plain>($($arg),*) }
+                unsafe { $body::<$crate::vector::Plain $(, $g)?>($($arg),*) }
             }
         }
     };

@@ -67,8 +67,8 @@ pub use param::{
     BufferId, GradSink, GradView, Grads, Init, Layout, LoraConfig, ParamId, ParamInfo, Params,
     Scope, Seed,
 };
-pub use phalanx_kernels::Precision;
 pub use phalanx_kernels::par::{ThreadPool, Threads};
+pub use phalanx_kernels::{Family, Precision};
 pub use tape::{GraphNode, Step, StepKey, Tape};
 pub use tensor::Tensor;
 pub use value::{Value, ValueStep};

@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use phalanx_comm::transport::local_address_towards;
 use phalanx_launch::{Cores, Process, RankArgs};
-use phalanx_nn::Precision;
+use phalanx_nn::Family;
 use phalanx_store::host_port;
 use rustix::fs::{Access, MemfdFlags, access, ftruncate, memfd_create, statvfs};
 use rustix::process::{PidfdFlags, Resource, getpid, getrlimit, pidfd_open};
@@ -158,8 +158,7 @@ fn instructions() -> Check {
             name,
             "a processor with AVX2; in a virtual machine, the host's processor type; unset PHALANX_ISA",
         ),
-        name if Precision::Bf16.is_native() => Check::ok(NAME, format!("{name}, AMX for bf16")),
-        name => Check::ok(NAME, name),
+        name => Check::ok(NAME, format!("{name}, {} for bf16", Family::here().title())),
     }
 }
 

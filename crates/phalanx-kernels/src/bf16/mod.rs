@@ -4,13 +4,12 @@
 //! Operands are rounded to bf16 (nearest, ties to even) while they are packed,
 //! where they are not bf16 in memory already; weights and their gradients are f32
 //! always, other results rounded once if their memory is bf16. AMX tiles multiply
-//! where the processor has them (`tile`), plain f32 arithmetic elsewhere.
+//! where the processor has them, `vdpbf16ps` elsewhere (`tile`). Both treat subnormal
+//! numbers as zero. Nothing here runs on processors of [`Family::Other`](crate::Family).
 //!
-//! *Order*: the inner dimension is cut into blocks of 32. Of a block, products
-//! at even and at odd places form one chain of fused multiply-adds each; the two
-//! are added, then added to the sum so far. That is how `tdpbf16ps` is defined,
-//! so every instruction set gives the same bits, except that AMX treats subnormal
-//! numbers as zero. Chunks, blocks and threads do not affect it.
+//! *Order*: sums go over the inner dimension in ascending order. AMX adds the products of
+//! 32 places, those at even and at odd places as one chain each, to the sum so far;
+//! `vdpbf16ps` those of two places. Chunks, blocks and threads do not affect it.
 
 mod forward;
 mod layout;
@@ -35,7 +34,7 @@ const SIDE: usize = 32;
 
 /// Whether products of this layer can be computed in bf16: no groups, and windows of a
 /// moderate size.
-pub fn fits(s: &ConvShape) -> bool {
+pub(crate) fn fits(s: &ConvShape) -> bool {
     let channels = DEPTH.max(s.inp).max(s.out);
     s.groups == 1
         && s.inp > 0

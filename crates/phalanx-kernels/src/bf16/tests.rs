@@ -1,14 +1,12 @@
-//! Blocks and passes against f64 sums of rounded values, and bits on every
-//! instruction set.
+//! Blocks and passes against f64 sums of rounded values, and bits on every number of
+//! threads. Processors that do not multiply bf16 have nothing to test here.
 
 use super::*;
-use crate::Mode;
-use crate::Precision;
 use crate::conv::tests::{each, shape};
 use crate::element::{Bf16, Element, Values, ValuesMut};
-use crate::isa::on_each_isa;
 use crate::par::{ThreadPool, Threads};
 use crate::scalar::noise;
+use crate::{Family, Mode, Precision};
 
 /// What a value becomes in a product.
 fn rounded(v: f32) -> f32 {
@@ -16,6 +14,9 @@ fn rounded(v: f32) -> f32 {
 }
 
 fn shapes() -> Vec<ConvShape> {
+    if Family::here() == Family::Other {
+        return Vec::new();
+    }
     let one = [1, 1];
     let mut all = vec![
         // The layouts: rows of whole tiles, units of whole tiles, neither; gathered.
@@ -121,24 +122,17 @@ fn all_passes_agree_with_sums_of_rounded_values() {
             let largest = want.iter().fold(1.0f64, |a, v| a.max(v.abs()));
             for (i, (g, w)) in got.iter().zip(want).enumerate() {
                 let error = (f64::from(*g) - w).abs() / largest;
-                assert!(error < 1e-6, "{s:?} {what}[{i}]: {g} {w}");
+                assert!(error < 4e-6, "{s:?} {what}[{i}]: {g} {w}");
             }
         }
     }
 }
 
 #[test]
-fn threads_and_instruction_sets_do_not_change_a_bit() {
+fn threads_do_not_change_a_bit() {
     for s in shapes() {
         let c = case(&s);
         let one = run(&s, &c, 1);
-        on_each_isa(|isa| {
-            // Plain code takes its time over fused multiply-adds.
-            if isa == crate::isa::Isa::Scalar && s.weight_len() > 1 << 15 {
-                return;
-            }
-            assert!(one == run(&s, &c, 1), "{s:?} {isa:?}");
-        });
         assert!(one == run(&s, &c, 2), "{s:?}");
         assert!(one == run(&s, &c, 4), "{s:?}");
     }
@@ -156,45 +150,40 @@ fn values_in_bf16_give_what_rounded_values_do_and_results_are_rounded_once() {
         let threads = ThreadPool::new(Threads(2));
         let mut work = vec![f32::NAN; work_len(&s)];
         let (x, dy) = (narrow(&c.x), narrow(&c.dy));
-        on_each_isa(|isa| {
-            if isa == crate::isa::Isa::Scalar && s.weight_len() > 1 << 15 {
-                return;
-            }
-            let w = &c.w;
-            let mut wide = vec![f32::NAN; c.dy.len()];
-            let to = ValuesMut::F32(&mut wide);
-            let from = Values::F32(&c.x);
-            forward(&threads, &s, from, w, (&[], false), &mut work, to);
-            let mut y = vec![Bf16::of(f32::NAN); c.dy.len()];
-            let to = ValuesMut::Bf16(&mut y);
-            let from = Values::Bf16(&x);
-            forward(&threads, &s, from, w, (&[], false), &mut work, to);
-            assert!(y == narrow(&wide), "y {s:?} {isa:?}");
+        let w = &c.w;
+        let mut wide = vec![f32::NAN; c.dy.len()];
+        let to = ValuesMut::F32(&mut wide);
+        let from = Values::F32(&c.x);
+        forward(&threads, &s, from, w, (&[], false), &mut work, to);
+        let mut y = vec![Bf16::of(f32::NAN); c.dy.len()];
+        let to = ValuesMut::Bf16(&mut y);
+        let from = Values::Bf16(&x);
+        forward(&threads, &s, from, w, (&[], false), &mut work, to);
+        assert!(y == narrow(&wide), "y {s:?}");
 
-            let (mut want, mut dw) = (vec![f32::NAN; w.len()], vec![f32::NAN; w.len()]);
-            let (a, b) = (Values::F32(&c.x), Values::F32(&c.dy));
-            weight_gradient(&threads, &s, a, b, &mut work, &mut want, Mode::Write);
-            let (a, b) = (Values::Bf16(&x), Values::Bf16(&dy));
-            weight_gradient(&threads, &s, a, b, &mut work, &mut dw, Mode::Write);
-            assert!(dw == want, "dw {s:?} {isa:?}");
+        let (mut want, mut dw) = (vec![f32::NAN; w.len()], vec![f32::NAN; w.len()]);
+        let (a, b) = (Values::F32(&c.x), Values::F32(&c.dy));
+        weight_gradient(&threads, &s, a, b, &mut work, &mut want, Mode::Write);
+        let (a, b) = (Values::Bf16(&x), Values::Bf16(&dy));
+        weight_gradient(&threads, &s, a, b, &mut work, &mut dw, Mode::Write);
+        assert!(dw == want, "dw {s:?}");
 
-            let mut wide = vec![f32::NAN; c.x.len()];
-            let (from, to) = (Values::F32(&c.dy), ValuesMut::F32(&mut wide));
-            input_gradient(&threads, &s, w, from, &mut work, to, Mode::Write);
-            let mut dx = vec![Bf16::of(f32::NAN); c.x.len()];
-            let (from, to) = (Values::Bf16(&dy), ValuesMut::Bf16(&mut dx));
-            input_gradient(&threads, &s, w, from, &mut work, to, Mode::Write);
-            assert!(dx == narrow(&wide), "dx {s:?} {isa:?}");
-            let sums: Vec<Bf16> = x
-                .iter()
-                .zip(&wide)
-                .map(|(x, d)| Bf16::of(x.wide() + d))
-                .collect();
-            let mut dx = x.clone();
-            let (from, to) = (Values::Bf16(&dy), ValuesMut::Bf16(&mut dx));
-            input_gradient(&threads, &s, w, from, &mut work, to, Mode::Add);
-            assert!(dx == sums, "dx added {s:?} {isa:?}");
-        });
+        let mut wide = vec![f32::NAN; c.x.len()];
+        let (from, to) = (Values::F32(&c.dy), ValuesMut::F32(&mut wide));
+        input_gradient(&threads, &s, w, from, &mut work, to, Mode::Write);
+        let mut dx = vec![Bf16::of(f32::NAN); c.x.len()];
+        let (from, to) = (Values::Bf16(&dy), ValuesMut::Bf16(&mut dx));
+        input_gradient(&threads, &s, w, from, &mut work, to, Mode::Write);
+        assert!(dx == narrow(&wide), "dx {s:?}");
+        let sums: Vec<Bf16> = x
+            .iter()
+            .zip(&wide)
+            .map(|(x, d)| Bf16::of(x.wide() + d))
+            .collect();
+        let mut dx = x.clone();
+        let (from, to) = (Values::Bf16(&dy), ValuesMut::Bf16(&mut dx));
+        input_gradient(&threads, &s, w, from, &mut work, to, Mode::Add);
+        assert!(dx == sums, "dx added {s:?}");
     }
 }
 
@@ -208,7 +197,7 @@ fn no_images_give_no_gradient() {
 }
 
 #[test]
-fn rounding_is_to_nearest_even_on_every_isa() {
+fn rounding_is_to_nearest_even() {
     let odd = [
         0.0,
         -0.0,
@@ -244,14 +233,15 @@ fn rounding_is_to_nearest_even_on_every_isa() {
     let mut rows = noise(4 * 32 * 32, 5);
     rows[..odd.len()].copy_from_slice(&odd);
     let want: Vec<u16> = rows.iter().map(|v| Bf16::of(*v).bits()).collect();
-    on_each_isa(|isa| {
-        let mut to = vec![0u32; 2 * 4 * 256];
-        // SAFETY: two panels of four blocks.
-        unsafe { pack::rows(&rows, 32, 4, to.as_mut_ptr()) };
-        for (i, &w) in want.iter().enumerate() {
-            let (row, column) = (i / 32, i % 32);
-            let dword = to[column / 16 * 1024 + row / 2 * 16 + column % 16];
-            assert_eq!((dword >> (row % 2 * 16)) as u16, w, "{isa:?} {i}");
-        }
-    });
+    if Family::here() == Family::Other {
+        return;
+    }
+    let mut to = vec![0u32; 2 * 4 * 256];
+    // SAFETY: two panels of four blocks.
+    unsafe { pack::rows(&rows, 32, 4, to.as_mut_ptr()) };
+    for (i, &w) in want.iter().enumerate() {
+        let (row, column) = (i / 32, i % 32);
+        let dword = to[column / 16 * 1024 + row / 2 * 16 + column % 16];
+        assert_eq!((dword >> (row % 2 * 16)) as u16, w, "{i}");
+    }
 }

@@ -1,12 +1,13 @@
 //! The block product: 32 x 32 sums, two by two tiles.
 
 use std::mem::MaybeUninit;
-#[cfg(all(target_arch = "x86_64", target_os = "linux"))]
+#[cfg(target_os = "linux")]
 use std::mem::offset_of;
 
 use super::SIDE;
 use crate::isa::has_tiles;
-use crate::vector::{LANES, Vector};
+use crate::vector::LANES;
+use std::arch::x86_64::*;
 
 /// `c (+)= a b` for 32 rows and 32 columns.
 ///
@@ -61,15 +62,12 @@ impl Sums {
     }
 }
 
-/// Bytes of a tile of `b`, and of a panel's block.
-pub(super) const TILE_BYTES: usize = 1024;
-
 /// Sixteen rows of 64 bytes for all eight tiles, palette 1.
-#[cfg(all(target_arch = "x86_64", target_os = "linux"))]
+#[cfg(target_os = "linux")]
 #[repr(C, align(64))]
 struct Config([u8; 64]);
 
-#[cfg(all(target_arch = "x86_64", target_os = "linux"))]
+#[cfg(target_os = "linux")]
 static CONFIG: Config = {
     let mut c = [0; 64];
     c[0] = 1;
@@ -82,12 +80,9 @@ static CONFIG: Config = {
     Config(c)
 };
 
-/// The right to multiply blocks on this thread: holds the tiles' configuration.
+/// The right to multiply blocks on this thread: holds the tiles' configuration, if there are tiles.
 pub(super) struct Tiles {
-    #[cfg_attr(
-        not(all(target_arch = "x86_64", target_os = "linux")),
-        allow(dead_code)
-    )]
+    #[cfg_attr(not(target_os = "linux"), allow(dead_code))]
     amx: bool,
     /// The configuration is the thread's.
     _here: std::marker::PhantomData<*const ()>,
@@ -96,7 +91,7 @@ pub(super) struct Tiles {
 impl Tiles {
     pub(super) fn new() -> Self {
         let amx = has_tiles();
-        #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
+        #[cfg(target_os = "linux")]
         if amx {
             // SAFETY: the processor has tiles and the system permits them
             // (`has_tiles`); `CONFIG` is a valid configuration of 64 bytes.
@@ -113,24 +108,24 @@ impl Tiles {
     /// Multiplies one block.
     ///
     /// # Safety
-    /// `offsets` names `runs` offsets; 32 rows of `a` hold `run` blocks behind each
-    /// of them; two panels of `b` hold `runs * run` blocks; 32 rows of 32 sums are
+    /// The processor has AVX-512 with bf16. `offsets` names `runs` offsets; 32 rows of
+    /// `a` hold `run` blocks behind each of them; two panels of `b` hold `runs * run` blocks; 32 rows of 32 sums are
     /// valid and touched by no other code. Rows of `c` may coincide.
     pub(super) unsafe fn multiply(&self, b: &Block) {
         debug_assert!(b.runs > 0 && b.run > 0);
-        #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
+        #[cfg(target_os = "linux")]
         if self.amx {
             // SAFETY: tiles are configured on this thread; the rest is the caller's promise.
             return unsafe { multiply_amx(b) };
         }
         // SAFETY: the caller's promise.
-        unsafe { plain(b) };
+        unsafe { multiply_pairs(b) };
     }
 }
 
 impl Drop for Tiles {
     fn drop(&mut self) {
-        #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
+        #[cfg(target_os = "linux")]
         if self.amx {
             // SAFETY: tiles are configured on this thread; none is in use.
             unsafe { std::arch::asm!("tilerelease", options(nostack, nomem)) };
@@ -140,7 +135,7 @@ impl Drop for Tiles {
 
 /// # Safety
 /// As [`Tiles::multiply`], on a thread whose tiles are configured.
-#[cfg(all(target_arch = "x86_64", target_os = "linux"))]
+#[cfg(target_os = "linux")]
 #[inline]
 unsafe fn multiply_amx(block: &Block) {
     // SAFETY: reads and writes what the caller promises; tiles are no registers
@@ -227,120 +222,50 @@ unsafe fn multiply_amx(block: &Block) {
     }
 }
 
-/// The values of one block in f32, those at even and at odd places apart.
-struct Halves {
-    /// Of each row.
-    left: [[[f32; LANES]; 2]; SIDE],
-    /// Of the columns, for each pair of values.
-    right: [[[f32; SIDE]; LANES]; 2],
-}
+/// Rows whose sums one pass keeps in registers.
+const ROWS: usize = 8;
 
-/// The values at even and at odd places.
-#[inline(always)]
-fn apart(pairs: [u32; LANES]) -> [[f32; LANES]; 2] {
-    [
-        pairs.map(|p| f32::from_bits(p << 16)),
-        pairs.map(|p| f32::from_bits(p & 0xffff_0000)),
-    ]
-}
-
-/// What `multiply_amx` computes, in f32.
-#[inline(always)]
-unsafe fn plain_body<V: Vector>(b: &Block) {
-    let mut sums = [[0.0f32; SIDE]; SIDE];
-    let mut own = Halves {
-        left: [[[0.0; LANES]; 2]; SIDE],
-        right: [[[0.0; SIDE]; LANES]; 2],
-    };
-    // SAFETY: rows, panels and sums exist, by the promise that `Tiles::multiply` asks for.
-    unsafe {
-        let row_of_sums = |r: usize| {
-            let c = b.c[r / LANES].cast::<u8>();
-            c.add(r % LANES * b.c_stride).cast::<[f32; SIDE]>()
-        };
-        if b.add != 0 {
-            for (r, sums) in sums.iter_mut().enumerate() {
-                *sums = row_of_sums(r).read_unaligned();
-            }
-        }
-        let mut tile = b.b.cast::<[u32; LANES]>();
-        for run in 0..b.runs {
-            let start = *b.offsets.add(run);
-            for block in 0..b.run {
-                for (r, left) in own.left.iter_mut().enumerate() {
-                    let row = b.a[r / LANES].add(r % LANES * b.a_stride);
-                    let from = row.offset(start).cast::<[u32; LANES]>().add(block);
-                    *left = apart(from.read_unaligned());
-                }
-                for k in 0..LANES {
-                    for half in 0..2 {
-                        let from = tile.byte_add(half * b.b_panel).add(k);
-                        for (place, values) in apart(from.read_unaligned()).iter().enumerate() {
-                            own.right[place][k][half * LANES..][..LANES].copy_from_slice(values);
-                        }
-                    }
-                }
-                if V::SPAN >= 4 {
-                    for r in (0..SIDE).step_by(8) {
-                        rows::<V, 8, 2>(&own, &mut sums, r, 0);
-                    }
-                } else {
-                    for column in [0, LANES] {
-                        // As many sums as sixteen registers hold, so that additions do not wait for each other.
-                        for r in [0, 6, 12, 18] {
-                            rows::<V, 6, 1>(&own, &mut sums, r, column);
-                        }
-                        for r in [24, 28] {
-                            rows::<V, 4, 1>(&own, &mut sums, r, column);
-                        }
-                    }
-                }
-                tile = tile.byte_add(TILE_BYTES);
-            }
-        }
-        for (r, sums) in sums.iter().enumerate() {
-            row_of_sums(r).write_unaligned(*sums);
-        }
-    }
-}
-
-/// Adds one block to the sums of `M` rows from `r` on and `N` vectors of columns from `column` on.
-#[inline(always)]
-unsafe fn rows<V: Vector, const M: usize, const N: usize>(
-    own: &Halves,
-    sums: &mut [[f32; SIDE]; SIDE],
-    r: usize,
-    column: usize,
-) {
-    // SAFETY: these rows and columns exist.
-    unsafe {
-        let mut chains = [[[V::splat(0.0); N]; M]; 2];
-        for (place, chains) in chains.iter_mut().enumerate() {
-            for (k, right) in own.right[place].iter().enumerate() {
-                let mut columns = [V::splat(0.0); N];
-                for (n, v) in columns.iter_mut().enumerate() {
-                    *v = V::load(right.as_ptr().add(column + n * LANES));
-                }
-                for (m, chains) in chains.iter_mut().enumerate() {
-                    let v = V::splat(own.left[r + m][place][k]);
-                    for (chain, &b) in chains.iter_mut().zip(&columns) {
-                        *chain = v.fma(b, *chain);
-                    }
+/// # Safety
+/// As [`Tiles::multiply`], on a processor that multiplies pairs of bf16 values.
+#[target_feature(enable = "avx512f,avx512bf16")]
+unsafe fn multiply_pairs(block: &Block) {
+    for r in (0..SIDE).step_by(ROWS) {
+        let half = r / LANES;
+        // SAFETY: rows, panels and sums exist, by the caller's promise.
+        unsafe {
+            let c = block.c[half].byte_add(r % LANES * block.c_stride);
+            let mut sums = [[_mm512_setzero_ps(); 2]; ROWS];
+            if block.add != 0 {
+                for (m, [low, high]) in sums.iter_mut().enumerate() {
+                    let from = c.byte_add(m * block.c_stride);
+                    *low = _mm512_loadu_ps(from);
+                    *high = _mm512_loadu_ps(from.add(LANES));
                 }
             }
-        }
-        let [even, odd] = chains;
-        for (sums, (even, odd)) in sums[r..].iter_mut().zip(even.iter().zip(&odd)) {
-            for (n, (&even, &odd)) in even.iter().zip(odd).enumerate() {
-                let to = sums.as_mut_ptr().add(column + n * LANES);
-                V::load(to).add(even.add(odd)).store(to);
+            let mut b = block.b;
+            for run in 0..block.runs {
+                let a = block.a[half].add(r % LANES * block.a_stride);
+                let a = a.offset(*block.offsets.add(run));
+                let rows: [*const u8; ROWS] = std::array::from_fn(|m| a.add(m * block.a_stride));
+                for k in 0..block.run * LANES {
+                    let pairs = |from: *const u8| {
+                        std::mem::transmute::<__m512i, __m512bh>(_mm512_loadu_si512(from.cast()))
+                    };
+                    let (low, high) = (pairs(b), pairs(b.add(block.b_panel)));
+                    for (row, sums) in rows.iter().zip(&mut sums) {
+                        let pair = _mm512_set1_epi32(row.cast::<i32>().add(k).read_unaligned());
+                        let pair = std::mem::transmute::<__m512i, __m512bh>(pair);
+                        sums[0] = _mm512_dpbf16_ps(sums[0], pair, low);
+                        sums[1] = _mm512_dpbf16_ps(sums[1], pair, high);
+                    }
+                    b = b.add(64);
+                }
+            }
+            for (m, [low, high]) in sums.into_iter().enumerate() {
+                let to = c.byte_add(m * block.c_stride);
+                _mm512_storeu_ps(to, low);
+                _mm512_storeu_ps(to.add(LANES), high);
             }
         }
     }
-}
-
-vectorised! {
-    /// # Safety
-    /// As [`Tiles::multiply`].
-    unsafe fn plain(b: &Block) = plain_body
 }

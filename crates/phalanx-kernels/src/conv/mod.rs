@@ -3,7 +3,7 @@
 //! A layer's method is a function of its shape alone (`Method::of`), never
 //! of a timing: another method means other bits.
 //!
-//! * `bf16`: one group, where bf16 is asked for.
+//! * `bf16`: one group, where bf16 is asked for and the processor's [`Family`](crate::Family) multiplies it.
 //! * `winograd`: 3x3 at stride 1 with 32 channels and more, in sixteens.
 //! * `depthwise`: a kernel for each channel.
 //! * `direct`: other kernels and strides with channels in sixteens, through
@@ -13,6 +13,9 @@
 //!   image, whose overlapping windows are rows of a matrix with a short stride.
 //! * `gather`: everything else: windows copied into a block that fits the L2
 //!   cache, then one product.
+//!
+//! Values stored as bf16 are widened by the transforms of `winograd`, and in memory of their
+//! own for the other methods of f32.
 
 mod depthwise;
 mod direct;
@@ -25,16 +28,18 @@ mod winograd;
 pub use shape::ConvShape;
 
 use super::bias::{column_sums, finish};
-use super::element::{Values, ValuesMut};
-use super::elementwise::fold;
-use super::{Mode, bf16};
-use crate::Precision;
+use super::element::{Values, ValuesMut, convert};
+use super::elementwise::{add, fold};
+#[cfg(target_arch = "x86_64")]
+use super::{Family, bf16};
+use super::{Mode, Precision};
 use crate::par::{ThreadPool, scratch};
 use crate::transpose::transpose;
 
 /// The method that computes a layer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Method {
+    #[cfg(target_arch = "x86_64")]
     Bf16,
     Winograd,
     Depthwise,
@@ -50,9 +55,18 @@ const MIN_WINDOW_ROW: usize = 16;
 impl Method {
     fn of(s: &ConvShape) -> Self {
         let plain = s.stride == [1, 1] && s.dilation == [1, 1] && s.groups == 1;
-        if s.precision == Precision::Bf16 && bf16::fits(s) {
-            Method::Bf16
-        } else if winograd::fits(s) {
+        #[cfg(target_arch = "x86_64")]
+        if s.precision == Precision::Bf16 {
+            let is_faster = match Family::here() {
+                Family::Amx => true,
+                Family::Avx512Bf16 => !winograd::beats_pairs(s),
+                Family::Other => false,
+            };
+            if is_faster && bf16::fits(s) {
+                return Method::Bf16;
+            }
+        }
+        if winograd::fits(s) {
             Method::Winograd
         } else if depthwise::fits(s) {
             Method::Depthwise
@@ -68,13 +82,37 @@ impl Method {
     }
 }
 
-/// Whether a layer's products are computed in bf16, so that its operands and results may be
-/// stored as bf16.
-pub fn in_bf16(s: &ConvShape) -> bool {
-    Method::of(s) == Method::Bf16
+/// Whether a layer's operands and results may be stored as bf16.
+pub fn stores_bf16(s: &ConvShape) -> bool {
+    s.precision == Precision::Bf16 && s.groups == 1
 }
 
-/// `y = act(conv(x, w) + bias)`. One chunk an image. Values may be bf16 where [`in_bf16`]
+/// Whether this processor multiplies the layer's operands as bf16.
+pub fn multiplies_bf16(s: &ConvShape) -> bool {
+    match Method::of(s) {
+        #[cfg(target_arch = "x86_64")]
+        Method::Bf16 => true,
+        _ => false,
+    }
+}
+
+/// Values as f32: bf16 widened into the start of `work`, and the rest of it.
+fn widened<'a>(
+    threads: &ThreadPool,
+    v: Values<'a>,
+    work: &'a mut [f32],
+) -> (&'a [f32], &'a mut [f32]) {
+    match v {
+        Values::F32(v) => (v, work),
+        Values::Bf16(v) => {
+            let (wide, work) = work.split_at_mut(v.len());
+            convert(threads, v, wide);
+            (wide, work)
+        }
+    }
+}
+
+/// `y = act(conv(x, w) + bias)`. One chunk an image. Values may be bf16 where [`stores_bf16`]
 /// says so; outputs in bf16 have neither bias nor activation.
 pub fn forward(
     threads: &ThreadPool,
@@ -90,15 +128,27 @@ pub fn forward(
     }
     let (il, ol) = (s.in_len(), s.out_len());
     let (method, bias) = (Method::of(s), bias.unwrap_or(&[]));
+    #[cfg(target_arch = "x86_64")]
     if method == Method::Bf16 {
         return bf16::forward(threads, s, x, w, (bias, relu), work, y);
     }
-    let (x, y) = (x.f32(), y.f32());
+    if method == Method::Winograd {
+        return winograd::forward(threads, s, x, w, (bias, relu), work, y);
+    }
+    let (x, work) = widened(threads, x, work);
+    let y = match y {
+        ValuesMut::F32(y) => y,
+        ValuesMut::Bf16(y) => {
+            let (wide, work) = work.split_at_mut(y.len());
+            let (x, to) = (Values::F32(x), ValuesMut::F32(wide));
+            forward(threads, s, x, w, (None, false), work, to);
+            return convert(threads, wide, y);
+        }
+    };
     let each_image = |y: &mut [f32], of: &(dyn Fn(&[f32], &mut [f32]) + Sync)| {
         threads.split(y, ol, |at, y| of(&x[at / ol * il..][..il], y));
     };
     match method {
-        Method::Winograd => winograd::forward(threads, s, x, w, (bias, relu), work, y),
         Method::Direct => direct::forward(threads, s, x, w, (bias, relu), work, y),
         Method::Depthwise => depthwise::forward(threads, s, x, w, (bias, relu), y, Mode::Write),
         Method::Pointwise => pointwise::forward(threads, s, x, w, (bias, relu), y),
@@ -118,12 +168,17 @@ const MAX_PARTIALS: usize = 8;
 /// Elements of `work` of all four passes.
 pub fn work_len(s: &ConvShape) -> usize {
     let len = match Method::of(s) {
-        Method::Bf16 => bf16::work_len(s).max(partials(s) * s.out),
-        Method::Winograd => winograd::work_len(s).max(partials(s) * s.out),
+        #[cfg(target_arch = "x86_64")]
+        Method::Bf16 => return bf16::work_len(s).max(partials(s) * s.out),
+        Method::Winograd => return winograd::work_len(s).max(partials(s) * s.out),
         Method::Direct => partials(s) * s.out,
         _ => partials(s) * s.weight_len().max(s.out),
     };
-    len.max(s.weight_len())
+    let wide = match stores_bf16(s) {
+        true => s.images * (s.in_len() + s.out_len()),
+        false => 0,
+    };
+    len.max(s.weight_len()) + wide
 }
 
 /// Number of partial sums of a weight gradient: by shape alone.
@@ -152,13 +207,15 @@ pub fn weight_gradient(
         return;
     }
     let method = Method::of(s);
+    #[cfg(target_arch = "x86_64")]
     if method == Method::Bf16 {
         return bf16::weight_gradient(threads, s, x, dy, work, dw, mode);
     }
-    let (x, dy) = (x.f32(), dy.f32());
     if method == Method::Winograd {
         return winograd::weight_gradient(threads, s, x, dy, work, dw, mode);
     }
+    let (x, work) = widened(threads, x, work);
+    let (dy, work) = widened(threads, dy, work);
     if method == Method::Direct {
         return direct::weight_gradient(threads, s, x, dy, dw, mode);
     }
@@ -221,13 +278,28 @@ pub fn input_gradient(
         return;
     }
     let method = Method::of(s);
+    #[cfg(target_arch = "x86_64")]
     if method == Method::Bf16 {
         return bf16::input_gradient(threads, s, w, dy, work, dx, mode);
     }
-    let (dy, dx) = (dy.f32(), dx.f32());
+    if method == Method::Winograd {
+        return winograd::input_gradient(threads, s, w, dy, work, dx, mode);
+    }
+    let (dy, work) = widened(threads, dy, work);
+    let dx = match dx {
+        ValuesMut::F32(dx) => dx,
+        ValuesMut::Bf16(dx) => {
+            let (wide, work) = work.split_at_mut(dx.len());
+            let (dy, to) = (Values::F32(dy), ValuesMut::F32(wide));
+            input_gradient(threads, s, w, dy, (work, to), Mode::Write);
+            return match mode {
+                Mode::Write => convert(threads, wide, dx),
+                Mode::Add => add(threads, dx, wide),
+            };
+        }
+    };
     let weights = &mut work[..s.weight_len()];
     let of_image = match method {
-        Method::Winograd => return winograd::input_gradient(threads, s, w, dy, work, dx, mode),
         Method::Direct => return direct::input_gradient(threads, s, w, dy, work, dx, mode),
         Method::Pointwise => return pointwise::input_gradient(threads, s, w, dy, dx, mode),
         Method::Depthwise => {

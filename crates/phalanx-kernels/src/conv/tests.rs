@@ -1,7 +1,8 @@
 //! Every method against the plain definition in f64.
 
 use super::*;
-use crate::element::{Values, ValuesMut};
+use crate::Family;
+use crate::element::{Bf16, Element, Values, ValuesMut};
 use crate::isa::on_each_isa;
 use crate::par::Threads;
 use crate::scalar::noise;
@@ -227,7 +228,7 @@ fn no_images_have_no_outputs_and_gradients_of_zeros() {
         s.images = 0;
         for precision in [Precision::F32, Precision::Bf16] {
             s.precision = precision;
-            let stored = match in_bf16(&s) {
+            let stored = match stores_bf16(&s) {
                 true => Precision::Bf16,
                 false => Precision::F32,
             };
@@ -244,6 +245,84 @@ fn no_images_have_no_outputs_and_gradients_of_zeros() {
                 let none = ValuesMut::of(&mut [], stored, 0);
                 input_gradient(&threads, &s, &w, dy, (&mut work, none), mode);
             }
+        }
+    }
+}
+
+/// y, dw, dx and the sum of dx and x, of values stored as bf16.
+fn run_stored(s: &ConvShape, c: &Case, threads: usize) -> [Vec<f32>; 4] {
+    let threads = ThreadPool::new(Threads(threads));
+    let narrow = |v: &[f32]| v.iter().map(|v| Bf16::of(*v)).collect::<Vec<_>>();
+    let wide = |v: &[Bf16]| v.iter().map(|v| v.wide()).collect::<Vec<_>>();
+    let (x, dy) = (narrow(&c.x), narrow(&c.dy));
+    let (from, d) = (Values::Bf16(&x), Values::Bf16(&dy));
+    let mut work = vec![f32::NAN; work_len(s)];
+    let mut y = narrow(&vec![f32::NAN; dy.len()]);
+    let to = ValuesMut::Bf16(&mut y);
+    forward(&threads, s, from, &c.w, (None, false), &mut work, to);
+    let mut dw = vec![f32::NAN; c.w.len()];
+    weight_gradient(&threads, s, from, d, &mut work, &mut dw, Mode::Write);
+    let mut dx = narrow(&vec![f32::NAN; x.len()]);
+    let mut sum = x.clone();
+    for (to, mode) in [(&mut dx, Mode::Write), (&mut sum, Mode::Add)] {
+        let memory = (&mut work[..], ValuesMut::Bf16(to));
+        input_gradient(&threads, s, &c.w, d, memory, mode);
+    }
+    [wide(&y), dw, wide(&dx), wide(&sum)]
+}
+
+/// Against f64 sums of what is stored, to half a unit of bf16; and equal bits for all threads, and for all instruction
+/// sets of a family.
+#[test]
+fn values_stored_as_bf16_are_rounded_once_in_every_family() {
+    let (one, three) = ([1, 1], [3, 3]);
+    let mut all = shapes();
+    all.push(shape([8, 9], 32, 48, three, one, one, one, 1));
+    all.push(shape([4, 4], 288, 272, three, one, one, one, 1));
+    for mut s in all {
+        s.precision = Precision::Bf16;
+        if !stores_bf16(&s) {
+            continue;
+        }
+        let mut c = case(&s);
+        for v in c.x.iter_mut().chain(&mut c.dy).chain(&mut c.w) {
+            *v = Bf16::of(*v).wide();
+        }
+        let (mut y, mut dw) = (vec![0.0; c.dy.len()], vec![0.0; c.w.len()]);
+        let mut dx = vec![0.0; c.x.len()];
+        each(&s, |o, i, w| {
+            y[o] += f64::from(c.x[i]) * f64::from(c.w[w]);
+            dw[w] += f64::from(c.x[i]) * f64::from(c.dy[o]);
+            dx[i] += f64::from(c.w[w]) * f64::from(c.dy[o]);
+        });
+        let sum = c.x.iter().zip(&dx).map(|(x, d)| f64::from(*x) + d);
+        let sum: Vec<f64> = sum.collect();
+        let mut known: Vec<(Family, [Vec<f32>; 4])> = Vec::new();
+        on_each_isa(|isa| {
+            let got = run_stored(&s, &c, 1);
+            let family = Family::here();
+            if let Some((_, want)) = known.iter().find(|(other, _)| *other == family) {
+                return assert!(*want == got, "{s:?} {isa:?}");
+            }
+            let wants = [(&y, 1.0), (&dw, 0.0), (&dx, 1.0), (&sum, 2.0)];
+            for ((got, (want, roundings)), what) in
+                got.iter().zip(wants).zip(["y", "dw", "dx", "sum"])
+            {
+                let largest = want.iter().fold(1.0f64, |a, v| a.max(v.abs()));
+                for (g, w) in got.iter().zip(want) {
+                    let bound = roundings * w.abs() / 256.0 + 2e-5 * largest;
+                    assert!(
+                        (f64::from(*g) - w).abs() <= bound,
+                        "{s:?} {isa:?} {what}: {g} {w}"
+                    );
+                }
+            }
+            known.push((family, got));
+        });
+        let here = run_stored(&s, &c, 1);
+        assert!(known.contains(&(Family::here(), here.clone())), "{s:?}");
+        for threads in [2, 4] {
+            assert!(run_stored(&s, &c, threads) == here, "{s:?} {threads}");
         }
     }
 }

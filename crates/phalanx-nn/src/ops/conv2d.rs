@@ -209,7 +209,7 @@ impl<'s> Tensor<'s> {
         let w = weight.known(step)?;
         let s = self.conv_shape(&w, options)?;
         let b = known_vector(bias.as_ref(), step, (s.out, "outputs"))?;
-        let x = match conv::in_bf16(&s) {
+        let x = match conv::stores_bf16(&s) {
             true => self.own_slot(),
             false => self.slot(),
         };
@@ -301,7 +301,7 @@ impl<'s> Tensor<'s> {
 impl Conv2d {
     /// Precision of the output's elements.
     fn output_precision(&self) -> Precision {
-        if conv::in_bf16(&self.shape) && self.bias.is_none() && self.act == Act::None {
+        if conv::stores_bf16(&self.shape) && self.bias.is_none() && self.act == Act::None {
             Precision::Bf16
         } else {
             Precision::F32

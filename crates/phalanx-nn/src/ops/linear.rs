@@ -7,13 +7,13 @@ use crate::param::ParamId;
 use crate::pool::Buf;
 use crate::tape::{BackwardContext, Compute, Operand, Operation, SlotId, Slots};
 use crate::{Error, Precision, Result, Tensor};
+use phalanx_kernels::Mode;
 use phalanx_kernels::bias::{column_sums, finish};
-use phalanx_kernels::conv::ConvShape;
+use phalanx_kernels::conv::{self, ConvShape};
 use phalanx_kernels::element::{Values, ValuesMut};
 use phalanx_kernels::elementwise;
 use phalanx_kernels::par::{PIECE, ThreadPool};
 use phalanx_kernels::product::{Mat, product_biased, product_threaded};
-use phalanx_kernels::{Mode, bf16};
 
 pub(crate) struct Linear {
     weight: Operand,
@@ -63,11 +63,11 @@ impl Sizes {
 /// Products in bf16: those of a 1x1 convolution whose weights lie as these do. PyTorch's
 /// order is that of the convolution back, from `out` channels to `inp`.
 impl Sizes {
-    /// That convolution, if products are computed in bf16.
+    /// That convolution, if this processor multiplies bf16.
     fn rounded(self, rows: usize, precision: Precision) -> Option<ConvShape> {
         let (inp, out) = self.sides(self.inp, self.out);
         let s = ConvShape::product(rows, [inp, out], precision);
-        (precision == Precision::Bf16 && rows > 0 && bf16::fits(&s)).then_some(s)
+        (rows > 0 && conv::multiplies_bf16(&s)).then_some(s)
     }
 
     /// What is on the convolution's input side, then on its output side, of the
@@ -90,8 +90,8 @@ fn rounded_product(
 ) {
     let (x, y) = (Values::F32(x), ValuesMut::F32(y));
     match is_back {
-        false => bf16::forward(threads, s, x, w, (&[], false), work, y),
-        true => bf16::input_gradient(threads, s, w, x, work, y, Mode::Write),
+        false => conv::forward(threads, s, x, w, (None, false), work, y),
+        true => conv::input_gradient(threads, s, w, x, (work, y), Mode::Write),
     }
 }
 
@@ -202,7 +202,7 @@ impl Operation for Linear {
         let y = buf.slice_mut();
         let bias = match sizes.rounded(self.rows, self.precision) {
             Some(s) => {
-                let mut work = c.state.pool.get(bf16::work_len(&s));
+                let mut work = c.state.pool.get(conv::work_len(&s));
                 let (x, w) = (c.state.value(x), c.operand(self.weight));
                 let is_back = sizes.order == Order::OutIn;
                 rounded_product(threads, (&s, is_back), (x, w), work.slice_mut(), y);
@@ -248,11 +248,11 @@ impl Operation for Linear {
             })?;
         }
         if let Some(s) = sizes.rounded(p.rows, p.precision) {
-            let mut work = ctx.pool().get(bf16::work_len(&s));
+            let mut work = ctx.pool().get(conv::work_len(&s));
             let (x, d) = (ctx.value(slots.x[0]), dy.slice());
             ctx.operand_grad(p.weight, |dw, mode| {
                 let (a, b) = sizes.sides(Values::F32(x), Values::F32(d));
-                bf16::weight_gradient(threads, &s, a, b, work.slice_mut(), dw, mode);
+                conv::weight_gradient(threads, &s, a, b, work.slice_mut(), dw, mode);
             })?;
             if ctx.wants(slots.x[0]) {
                 let mut dx = ctx.pool().get(p.rows * inp);

@@ -195,7 +195,7 @@ impl BackwardContext<'_> {
                 Precision::F32 => elementwise::add(self.threads, sum.slice_mut(), grad.slice()),
                 Precision::Bf16 => {
                     let sum = elements_mut::<Bf16>(sum.slice_mut(), len);
-                    elementwise::add(self.threads, sum, elements(grad.slice(), len));
+                    elementwise::add(self.threads, sum, elements::<Bf16>(grad.slice(), len));
                 }
             }
             self.state.pool.put(grad);

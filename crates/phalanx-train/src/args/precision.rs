@@ -1,13 +1,13 @@
 //! `--precision`: what is multiplied.
 
-use phalanx_nn::Precision;
+use phalanx_nn::{Family, Precision};
 
 /// Data type of the inputs of convolutions and linear layers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
 pub enum PrecisionArg {
     /// f32
     Fp32,
-    /// bf16 inputs with f32 sums and f32 weights; fast on processors with AMX
+    /// bf16 activations with f32 sums and f32 weights: less memory, faster on processors with AMX or AVX512_BF16
     Bf16,
 }
 
@@ -20,12 +20,11 @@ impl PrecisionArg {
         }
     }
 
-    /// The same, with a word where this processor is slow at it.
-    pub fn describe(self) -> &'static str {
-        if Precision::from(self).is_native() {
-            self.title()
-        } else {
-            "bf16 (no AMX here: slower than fp32)"
+    /// The same, with the [`Family`] that bf16's bits are those of.
+    pub fn describe(self) -> String {
+        match self {
+            PrecisionArg::Fp32 => self.title().to_owned(),
+            PrecisionArg::Bf16 => format!("bf16 ({})", Family::here().title()),
         }
     }
 }

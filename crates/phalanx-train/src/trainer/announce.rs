@@ -3,15 +3,16 @@
 use std::collections::BTreeMap;
 
 use super::extent::Extent;
-use crate::args::{Determinism, GradientType, Settings, Start};
+use crate::args::{Determinism, GradientType, PrecisionArg, Settings, Start};
 use crate::choice_name;
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::folder::Output;
 use crate::format::{plural, rank_list, thousands};
 use crate::log::RunInfo;
 use crate::saving::Resumed;
 use crate::strategy::Description;
 use phalanx_member::RankContext;
+use phalanx_nn::Family;
 use phalanx_process::own_program;
 use sha2::{Digest, Sha256};
 
@@ -108,8 +109,9 @@ pub(super) fn announce(
     description.last.iter().for_each(|line| ctx.note(line));
 }
 
-/// Says in what the processors and programs of several hosts differ. That ends no training.
-pub(super) fn compare_hosts(ctx: &RankContext) -> Result<()> {
+/// Says in what the processors and programs of several hosts differ. That ends no training, unless equal bits for every
+/// number of ranks are wanted in bf16, whose bits are those of a [`Family`].
+pub(super) fn compare_hosts(ctx: &RankContext, settings: &Settings) -> Result<()> {
     let is_one_launcher = std::env::var("GROUP_WORLD_SIZE").is_ok_and(|nodes| nodes == "1");
     if is_one_launcher || ctx.world() == 1 || ctx.transport() == "thread" {
         return Ok(());
@@ -118,7 +120,22 @@ pub(super) fn compare_hosts(ctx: &RankContext) -> Result<()> {
     let processor = format!("{processor} with {}", phalanx_nn::isa_name());
     if let Some(found) = differences(ctx, &processor)? {
         ctx.note(&format!(
-            "warning: the processors differ: {found}; each step takes as long as on the slowest host; the results are those of equal hosts, bit for bit (in bf16 but for subnormal numbers)"
+            "warning: the processors differ: {found}; each step takes as long as on the slowest host; the results of fp32 are those of equal hosts, bit for bit"
+        ));
+    }
+    if settings.precision == PrecisionArg::Bf16
+        && let Some(found) = differences(ctx, Family::here().title())?
+    {
+        let found = format!("the processors multiply bf16 in different ways: {found}");
+        let way = "--precision fp32, or PHALANX_ISA=avx2 on all hosts, makes them equal";
+        if settings.split.determinism() == Determinism::Shards {
+            return Err(
+                Error::usage(format!("{found}; --deterministic shards needs one"))
+                    .note("instead", way),
+            );
+        }
+        ctx.note(&format!(
+            "warning: {found}; results are not those of equal hosts; {way}"
         ));
     }
     if let Some(found) = differences(ctx, &program_digest())? {

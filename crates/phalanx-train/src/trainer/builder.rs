@@ -617,7 +617,7 @@ impl Plan<'_> {
             only_evaluates: self.purpose == Purpose::Evaluate,
         };
         announce(ctx, self.settings, &self.info, &about, &description, output);
-        compare_hosts(ctx)
+        compare_hosts(ctx, self.settings)
     }
 
     /// Begins to write the run's files. *Blocks* until all ranks call it.

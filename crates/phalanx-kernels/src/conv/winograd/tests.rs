@@ -106,11 +106,13 @@ fn adding_adds_the_same_bits() {
         };
         let before = noise(dw.len(), 9);
         let mut got = before.clone();
-        weight_gradient(&threads, &s, &c.x, &c.dy, &mut work, &mut got, Mode::Add);
+        let (x, dy) = (Values::F32(&c.x), Values::F32(&c.dy));
+        weight_gradient(&threads, &s, x, dy, &mut work, &mut got, Mode::Add);
         assert!(got == sum(&before, &dw));
         let before = noise(dx.len(), 9);
         let mut got = before.clone();
-        input_gradient(&threads, &s, &c.w, &c.dy, &mut work, &mut got, Mode::Add);
+        let to = ValuesMut::F32(&mut got);
+        input_gradient(&threads, &s, &c.w, dy, &mut work, to, Mode::Add);
         assert!(got == sum(&before, &dx));
     }
 }

@@ -3,6 +3,7 @@
 
 use super::transform::{self, POSITIONS, SIDE, STEP};
 use super::weights::Rows;
+use crate::element::Element;
 use crate::vector::{LANES, Vector};
 
 /// A convolution's tiles: 4x4 outputs each, over 6x6 inputs.
@@ -37,10 +38,10 @@ impl Grid {
 
     /// Where the tiles' pixels lie in images of `size`, to prefetch them: whole rows of tiles, and
     /// of tiles behind the last one, its row.
-    pub(super) fn rows(
+    pub(super) fn rows<T: Element>(
         &self,
         s: Span,
-        images: *const f32,
+        images: *const T,
         size: [usize; 2],
         channels: usize,
     ) -> Rows {
@@ -51,7 +52,8 @@ impl Grid {
         let last = (s.first + s.count).min(self.tiles()) - 1;
         let (from, to) = (line(s.first.min(last)), line(last) + STEP);
         let row = size[1] * channels;
-        Rows::run(images.wrapping_add(from * row), (to - from) * row)
+        let floats = (to - from) * row * size_of::<T>() / size_of::<f32>();
+        Rows::run(images.wrapping_add(from * row).cast(), floats)
     }
 }
 
@@ -120,13 +122,13 @@ impl Span {
 /// Pixels of a square with its corner at (top, left); those outside the image
 /// read `zeros`.
 #[inline(always)]
-unsafe fn pixels<const N: usize>(
-    image: *const f32,
+unsafe fn pixels<S: Element, const N: usize>(
+    image: *const S,
     size: [usize; 2],
     channels: usize,
     (top, left): (isize, isize),
-    zeros: *const f32,
-) -> [[*const f32; N]; N] {
+    zeros: *const S,
+) -> [[*const S; N]; N] {
     let mut p = [[zeros; N]; N];
     for (i, row) in p.iter_mut().enumerate() {
         let y = top + i as isize;
@@ -145,7 +147,13 @@ unsafe fn pixels<const N: usize>(
 }
 
 #[inline(always)]
-unsafe fn input_body<V: Vector>(g: &Grid, x: *const f32, zeros: *const f32, s: Span, to: Domain) {
+unsafe fn input_body<V: Vector, S: Element>(
+    g: &Grid,
+    x: *const S,
+    zeros: *const S,
+    s: Span,
+    to: Domain,
+) {
     let c = to.channels;
     for n in 0..s.count {
         let (image, y, left) = g.place(s.first + n);
@@ -156,10 +164,10 @@ unsafe fn input_body<V: Vector>(g: &Grid, x: *const f32, zeros: *const f32, s: S
                 left as isize - g.padding as isize,
             );
             let image = x.add(image * g.input[0] * g.input[1] * c);
-            let from = pixels::<SIDE>(image, g.input, c, corner, zeros);
+            let from = pixels::<S, SIDE>(image, g.input, c, corner, zeros);
             for panel in 0..c / LANES {
                 transform::input_tile::<V>(
-                    |i, j| V::load(from[i][j].add(panel * LANES)),
+                    |i, j| V::load_from(from[i][j].add(panel * LANES)),
                     |i, j, v| v.store(to.at(i, j, panel, s.row + n)),
                 );
             }
@@ -172,14 +180,14 @@ vectorised! {
     ///
     /// # Safety
     /// `x` holds the grid's input images; the span lies in grid and domain.
-    pub(super) unsafe fn input(g: &Grid, x: *const f32, zeros: *const f32, s: Span, to: Domain) = input_body
+    pub(super) unsafe fn input<S: Element>(g: &Grid, x: *const S, zeros: *const S, s: Span, to: Domain) = input_body
 }
 
 #[inline(always)]
-unsafe fn gradient_body<V: Vector>(
+unsafe fn gradient_body<V: Vector, S: Element>(
     g: &Grid,
-    dy: *const f32,
-    zeros: *const f32,
+    dy: *const S,
+    zeros: *const S,
     s: Span,
     to: Domain,
 ) {
@@ -190,10 +198,10 @@ unsafe fn gradient_body<V: Vector>(
         unsafe {
             let image = dy.add(image * g.output[0] * g.output[1] * c);
             let corner = (y as isize, left as isize);
-            let from = pixels::<STEP>(image, g.output, c, corner, zeros);
+            let from = pixels::<S, STEP>(image, g.output, c, corner, zeros);
             for panel in 0..c / LANES {
                 transform::gradient_tile::<V>(
-                    |i, j| V::load(from[i][j].add(panel * LANES)),
+                    |i, j| V::load_from(from[i][j].add(panel * LANES)),
                     |i, j, v| v.store(to.at(i, j, panel, s.row + n)),
                 );
             }
@@ -206,7 +214,7 @@ vectorised! {
     ///
     /// # Safety
     /// As [`input`], for the grid's output images.
-    pub(super) unsafe fn gradient(g: &Grid, dy: *const f32, zeros: *const f32, s: Span, to: Domain) = gradient_body
+    pub(super) unsafe fn gradient<S: Element>(g: &Grid, dy: *const S, zeros: *const S, s: Span, to: Domain) = gradient_body
 }
 
 /// What happens to an output before it is stored.
@@ -220,11 +228,11 @@ pub(super) struct Finish<'a> {
 }
 
 #[inline(always)]
-unsafe fn output_body<V: Vector>(
+unsafe fn output_body<V: Vector, S: Element>(
     g: &Grid,
     from: Domain,
     s: Span,
-    y: *mut f32,
+    y: *mut S,
     pixel: usize,
     finish: Finish<'_>,
 ) {
@@ -243,7 +251,7 @@ unsafe fn output_body<V: Vector>(
                             let to = to.add((i * g.output[1] + j) * pixel);
                             let mut v = v;
                             if finish.add {
-                                v = V::load(to).add(v);
+                                v = V::load_from(to).add(v);
                             }
                             if !finish.bias.is_empty() {
                                 v = v.add(V::load(finish.bias.as_ptr().add(panel * LANES)));
@@ -251,7 +259,7 @@ unsafe fn output_body<V: Vector>(
                             if finish.relu {
                                 v = v.relu();
                             }
-                            v.store(to);
+                            v.store_to(to);
                         }
                     },
                 );
@@ -261,13 +269,13 @@ unsafe fn output_body<V: Vector>(
 }
 
 vectorised! {
-    /// Transforms products back into output pixels, which lie `pixel` floats apart
+    /// Transforms products back into output pixels, which lie `pixel` elements apart
     /// (the domain may hold part of the channels; `y` points to the first of them,
     /// `finish.bias` starts with theirs).
     ///
     /// # Safety
     /// `y` holds the grid's output images and no other code touches these tiles' channels.
-    pub(super) unsafe fn output(
-        g: &Grid, from: Domain, s: Span, y: *mut f32, pixel: usize, finish: Finish<'_>,
+    pub(super) unsafe fn output<S: Element>(
+        g: &Grid, from: Domain, s: Span, y: *mut S, pixel: usize, finish: Finish<'_>,
     ) = output_body
 }
