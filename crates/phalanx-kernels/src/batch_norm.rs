@@ -278,11 +278,10 @@ fn sums_of<const W: usize, T: Element>(
         let (x, d) = (&x[at..at + W], &d[at..at + W]);
         for i in 0..W {
             let v = x[i].wide() - mean[i];
-            let z = if clip.closed(v.mul_add(scale[i], shift[i])) {
-                0.0
-            } else {
-                d[i].wide()
-            };
+            // Read in any case: not every instruction set has masked loads of two bytes.
+            let d = d[i].wide();
+            let closed = clip.closed(v.mul_add(scale[i], shift[i]));
+            let z = if closed { 0.0 } else { d };
             s[i] += z;
             p[i] = z.mul_add(v, p[i]);
         }
@@ -361,7 +360,8 @@ simd! {
             for i in 0..n {
                 let v = x[i].wide() - mean[i];
                 let closed = clip.closed(v.mul_add(scale[i], shift[i]));
-                let z = if closed { 0.0 } else { d[i].wide() };
+                let arriving = d[i].wide();
+                let z = if closed { 0.0 } else { arriving };
                 d[i] = T::of(z.mul_add(scale[i], v.mul_add(slope[i], offset[i])));
             }
         }

