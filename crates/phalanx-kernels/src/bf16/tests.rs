@@ -128,6 +128,32 @@ fn all_passes_agree_with_sums_of_rounded_values() {
     }
 }
 
+/// Intel's definition of `vdpbf16ps`: one chain of fused multiply-adds, of each pair the odd place first.
+#[test]
+fn sums_without_tiles_are_chains_over_pairs() {
+    let s = ConvShape::product(5, [70, 33], Precision::Bf16);
+    if Family::here() != Family::Avx512Bf16 {
+        return;
+    }
+    let mut c = case(&s);
+    c.b.fill(0.0);
+    let [y, ..] = run(&s, &c, 1);
+    for (at, y) in y.iter().enumerate() {
+        let (row, column) = (at / s.out, at % s.out);
+        let chain = |sum: f32, k: usize| {
+            let (x, w) = (
+                rounded(c.x[row * s.inp + k]),
+                rounded(c.w[k * s.out + column]),
+            );
+            x.mul_add(w, sum)
+        };
+        let want = (0..s.inp)
+            .step_by(2)
+            .fold(0.0, |sum, k| chain(chain(sum, k + 1), k));
+        assert_eq!(*y, want, "{at}");
+    }
+}
+
 #[test]
 fn threads_do_not_change_a_bit() {
     for s in shapes() {
