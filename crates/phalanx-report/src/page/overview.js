@@ -34,7 +34,7 @@ const resultNames = () => results.map(([name]) => typeof name === "function" ? n
 /** The results of a run, in the order of their names. */
 const resultsOf = (run) => results.map(([, of, say = short]) => { const full = of(run), text = say(full); return el("span", { title: text === "–" ? undefined : shown(full) }, text); });
 const RESULTS = /^(accurac(y|ies)|class_accuracies|classes|confusion|arguments|images_per_s|sent_bytes|skipped_steps|exposed_comm_percent|peak_rss_mib|mfu|rank_flops_per_step|test_.*|.*_s|.*_sha256)$/;
-const ABOUT = ["program", "data", "ranks", "threads_per_rank", "transport", "host", "user", "processor", "bf16", "system", "steps_per_epoch", "attempt", "id", "phalanx"];
+const ABOUT = ["program", "data", "ranks", "threads_per_rank", "transport", "host", "user", "processor", "system", "steps_per_epoch", "attempt", "id", "phalanx"];
 const plain = (name) => name.replace(/^--/, "").replaceAll("-", "_");
 const argumentsOf = ({ about, summary }) => (Array.isArray(about.arguments) ? about.arguments : Array.isArray(summary.arguments) ? summary.arguments : []).map(String);
 /** The words of the command that started the run, as a shell takes them. */

@@ -20,11 +20,17 @@ impl PrecisionArg {
         }
     }
 
-    /// The same, with the [`Family`] that bf16's bits are those of.
+    /// The [`Family`] that bf16's bits are those of, as a setting: ranks may differ in it.
+    pub(crate) fn family(self) -> Option<(String, String)> {
+        let title = || Family::here().title().to_owned();
+        (self == PrecisionArg::Bf16).then(|| ("bf16".to_owned(), title()))
+    }
+
+    /// Precision and family.
     pub fn describe(self) -> String {
-        match self {
-            PrecisionArg::Fp32 => self.title().to_owned(),
-            PrecisionArg::Bf16 => format!("bf16 ({})", Family::here().title()),
+        match self.family() {
+            None => self.title().to_owned(),
+            Some((title, family)) => format!("{title} ({family})"),
         }
     }
 }

@@ -161,7 +161,6 @@ pub(crate) fn document(
         "transport": ctx.describe(phalanx_nn::isa_name()),
         "host": phalanx_base::host_name(),
         "processor": super::system::processor(),
-        "bf16": phalanx_nn::Family::here().title(),
         "data": info.data,
         "steps_per_epoch": info.steps,
         "model": {

@@ -431,7 +431,8 @@ impl<'j, M, S: Strategy> TrainerBuilder<'j, M, S> {
         let resumed = Resumed::find(ctx, &settings.saving, &dir)?;
         let resumed = resumed.as_ref();
         let resumable = settings.resumable(&plan.info.program, &plan.content, world);
-        let shaping = args::settings(&[settings.shaping(), plan.shaping.clone()].concat());
+        let mut shaping = args::settings(&[settings.shaping(), plan.shaping.clone()].concat());
+        shaping.extend(settings.precision.family());
         let facts = plan.facts();
         plan.info.settings = plan.shown(&facts);
         // Newcomers compare it before they are in a group.
@@ -591,6 +592,7 @@ impl Plan<'_> {
         shown.remove("no");
         shown.retain(|_, value| value != "none");
         shown.extend(self.settings.of_each_rank());
+        shown.extend(self.settings.precision.family());
         shown.insert("model".to_owned(), self.info.title.clone());
         shown
     }

@@ -155,7 +155,6 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
             "world_size": ctx.world(),
             "threads_per_rank": ctx.threads,
             "precision": settings.precision.title(),
-            "bf16": phalanx_nn::Family::here().title(),
             "transport": ctx.describe(phalanx_nn::isa_name()),
             "seed": settings.seed,
             "epochs": self.course.extent.epochs(),
