@@ -89,15 +89,7 @@ fn train<E: EngineArgs>(job: &Job<'_>, args: &Mnist<E>) -> Result<()> {
         .start()?;
     let (images, loss) = (&args.images, NETWORK.loss);
     let mut tests = Tests::of(&mut trainer, images, &data, loss)?;
-    for epoch in trainer.epochs() {
-        for batch in trainer.batches(&data.train)? {
-            trainer.step(&batch, |net, batch| {
-                let scores = net.forward(batch.images()?)?;
-                scores.nll_loss(batch.labels(), batch.samples())
-            })?;
-        }
-        tests.run(&mut trainer, epoch)?;
-    }
+    tests.train(&mut trainer)?;
     trainer.finish().map(drop)
 }
 

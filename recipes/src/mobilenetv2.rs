@@ -83,15 +83,7 @@ fn train<E: EngineArgs>(job: &Job<'_>, args: &MobileNet<E>) -> Result<()> {
     let mut trainer = builder.start()?;
     let (images, loss) = (&args.images, NETWORK.loss);
     let mut tests = Tests::of(&mut trainer, images, &data, loss)?;
-    for epoch in trainer.epochs() {
-        for batch in trainer.batches(&data.train)? {
-            trainer.step(&batch, |net, batch| {
-                let scores = net.forward(batch.images()?)?;
-                scores.cross_entropy(batch.labels(), batch.samples())
-            })?;
-        }
-        tests.run(&mut trainer, epoch)?;
-    }
+    tests.train(&mut trainer)?;
     trainer.finish().map(drop)
 }
 

@@ -9,7 +9,7 @@ use phalanx::train::choice_name;
 use crate::format::number;
 use crate::modelarts::{DocumentArgs, ModelArts};
 use crate::shared::cifar::{self, CifarArgs};
-use crate::shared::image::{ImageArgs, Tests};
+use crate::shared::image::{ImageArgs, Testers, Tests};
 use crate::{Engine, EngineArgs, Loss, Network, Pixels, Views};
 
 pub const NETWORK: Network = Network {
@@ -117,17 +117,9 @@ fn train<E: EngineArgs>(job: &Job<'_>, args: &Resnet18<E>) -> Result<()> {
         .reporter(Box::new(ModelArts(args.images.document)))
         .start()?;
     let loss = Loss::CrossEntropy { smoothing };
-    let tests = Tests::of(&mut trainer, &args.images, &data, loss)?;
-    let mut tests = tests.views(views).on_every_rank();
-    for epoch in trainer.epochs() {
-        for batch in trainer.batches(&data.train)? {
-            trainer.step(&batch, |net, batch| {
-                let scores = net.forward(batch.images()?)?;
-                loss.of(scores, batch.labels(), batch.samples() as f32)
-            })?;
-        }
-        tests.run(&mut trainer, epoch)?;
-    }
+    let mut tests = Tests::of(&mut trainer, &args.images, &data, loss)?;
+    (tests.views, tests.testers) = (views, Testers::Everybody);
+    tests.train(&mut trainer)?;
     trainer.finish().map(drop)
 }
 

@@ -82,14 +82,6 @@ fn train<E: EngineArgs>(job: &Job<'_>, args: &ResNet50<E>) -> Result<()> {
         .start()?;
     let (images, loss) = (&args.images, NETWORK.loss);
     let mut tests = Tests::of(&mut trainer, images, &data, loss)?;
-    for epoch in trainer.epochs() {
-        for batch in trainer.batches(&data.train)? {
-            trainer.step(&batch, |net, batch| {
-                let scores = net.forward(batch.images()?)?;
-                scores.cross_entropy(batch.labels(), batch.samples() as f32)
-            })?;
-        }
-        tests.run(&mut trainer, epoch)?;
-    }
+    tests.train(&mut trainer)?;
     trainer.finish().map(drop)
 }

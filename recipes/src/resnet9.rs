@@ -13,7 +13,7 @@ use phalanx::prelude::*;
 use crate::format::number;
 use crate::modelarts::ModelArts;
 use crate::shared::cifar::{self, CifarArgs};
-use crate::shared::image::{ImageArgs, Tests, check_share};
+use crate::shared::image::{ImageArgs, Testers, Tests, check_share};
 use crate::shared::views::Views;
 use crate::shared::whiten;
 use crate::{Engine, EngineArgs, Loss, Network, Pixels};
@@ -114,17 +114,9 @@ fn train<E: EngineArgs>(job: &Job<'_>, args: &Resnet9<E>) -> Result<()> {
         .start()?;
     let smoothing = args.label_smoothing;
     let (images, loss) = (&args.images, Loss::CrossEntropy { smoothing });
-    let tests = Tests::of(&mut trainer, images, &data, loss)?;
-    let mut tests = tests.on_every_rank();
-    for epoch in trainer.epochs() {
-        for batch in trainer.batches(&data.train)? {
-            trainer.step(&batch, |net, batch| {
-                let scores = net.forward(batch.images()?)?;
-                loss.of(scores, batch.labels(), batch.samples() as f32)
-            })?;
-        }
-        tests.run(&mut trainer, epoch)?;
-    }
+    let mut tests = Tests::of(&mut trainer, images, &data, loss)?;
+    tests.testers = Testers::Everybody;
+    tests.train(&mut trainer)?;
     if !trainer.is_complete() {
         // Six views take as long as a third of an epoch: once, and the epochs stay comparable.
         tests.report_accuracy_of(&mut trainer, NETWORK.views)?;

@@ -161,8 +161,10 @@ pub struct Tests<'a, E: EngineArgs> {
     args: &'a ImageArgs<E>,
     data: &'a Data,
     loss: Loss,
-    views: Views,
-    testers: Testers,
+    /// The mean of the scores of these views of each image is taken.
+    pub views: Views,
+    /// Under `--document`.
+    pub testers: Testers,
     predictions: Predictions,
 }
 
@@ -170,7 +172,7 @@ pub struct Tests<'a, E: EngineArgs> {
 type Training<'j, N, E> = Trainer<'j, On<N, <E as EngineArgs>::Engine>>;
 
 impl<'a, E: EngineArgs> Tests<'a, E> {
-    /// Tests of `data`, with the loss that is minimized but for its smoothing; by rank 0 under `--document`.
+    /// Tests of `data`, with `loss`, which is minimized, but for its smoothing; by rank 0 under `--document`.
     ///
     /// # Errors
     ///
@@ -185,23 +187,30 @@ impl<'a, E: EngineArgs> Tests<'a, E> {
         Ok(Tests {
             args,
             data,
-            loss: loss.plain(),
+            loss,
             views: Views::One,
             testers: Testers::Rank0,
             predictions: Predictions::of(trainer)?,
         })
     }
 
-    /// Takes the mean of the scores of these views of each image.
-    pub fn views(mut self, views: Views) -> Self {
-        self.views = views;
-        self
-    }
-
-    /// Under `--document`, every rank tests the whole set.
-    pub fn on_every_rank(mut self) -> Self {
-        self.testers = Testers::Everybody;
-        self
+    /// Trains with these tests after each epoch.
+    ///
+    /// # Errors
+    ///
+    /// Those of reading images and of the model; peers that are lost.
+    pub fn train<N: Classifier>(&mut self, trainer: &mut Training<'_, N, E>) -> Result<()> {
+        let loss = self.loss;
+        for epoch in trainer.epochs() {
+            for batch in trainer.batches(&self.data.train)? {
+                trainer.step(&batch, |net, batch| {
+                    let scores = net.forward(batch.images()?)?;
+                    loss.of(scores, batch.labels(), batch.samples() as f32)
+                })?;
+            }
+            self.run(trainer, epoch)?;
+        }
+        Ok(())
     }
 
     /// Evaluates after epoch `epoch`, and writes the predictions. *Blocks* until all ranks call it.
@@ -209,11 +218,7 @@ impl<'a, E: EngineArgs> Tests<'a, E> {
     /// # Errors
     ///
     /// Those of reading images and of the model; peers that are lost.
-    pub fn run<N: Classifier>(
-        &mut self,
-        trainer: &mut Training<'_, N, E>,
-        epoch: usize,
-    ) -> Result<()> {
+    fn run<N: Classifier>(&mut self, trainer: &mut Training<'_, N, E>, epoch: usize) -> Result<()> {
         self.evaluate(trainer)?;
         let (views, test) = (self.views, &self.data.test);
         let batches = self.args.log_batches;
@@ -290,7 +295,7 @@ impl<'a, E: EngineArgs> Tests<'a, E> {
         let (step, shape) = (batch.step(), batch.shape());
         let scores = scores(net, self.views, step, &batch.images, shape)?;
         let measure = Measure::of_scores(&scores, batch.labels())?;
-        let loss = self.loss.of(scores, batch.labels(), 1.0)?;
+        let loss = self.loss.plain().of(scores, batch.labels(), 1.0)?;
         Ok(measure.with_loss(loss))
     }
 }
