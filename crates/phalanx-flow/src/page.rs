@@ -48,18 +48,10 @@ const IN_A_PATH: &AsciiSet = &NON_ALPHANUMERIC
 
 /// Text for HTML and SVG.
 fn escape(text: &str) -> String {
-    let mut out = String::with_capacity(text.len());
-    for c in phalanx_base::text::visible(text).chars() {
-        match c {
-            '&' => out.push_str("&amp;"),
-            '<' => out.push_str("&lt;"),
-            '>' => out.push_str("&gt;"),
-            '"' => out.push_str("&quot;"),
-            '\'' => out.push_str("&#39;"),
-            c => out.push(c),
-        }
-    }
-    out
+    // The ampersands of the others are not replaced.
+    let text = phalanx_base::text::visible(text).replace('&', "&amp;");
+    let text = text.replace('<', "&lt;").replace('>', "&gt;");
+    text.replace('"', "&quot;").replace('\'', "&#39;")
 }
 
 /// The state as a word, which is the class of its colour too.

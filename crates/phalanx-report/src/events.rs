@@ -11,7 +11,7 @@ use crate::system::System;
 use crate::watch::Watch;
 
 /// Most events that are listed.
-pub const MAX_EVENTS: usize = 1000;
+const MAX_EVENTS: usize = 1000;
 
 /// An event that is listed and marked on the curves.
 #[derive(Debug, Serialize)]
@@ -48,6 +48,14 @@ pub struct Events {
 }
 
 impl Events {
+    /// Counts `event`, and keeps it if there are not too many.
+    pub fn add(&mut self, event: Event) {
+        self.total += 1;
+        if self.list.len() < MAX_EVENTS {
+            self.list.push(event);
+        }
+    }
+
     /// Reads `text`; files that it names are those in `dir`. Lines that are no events are left out.
     pub fn read(text: &[u8], dir: &Dir) -> Events {
         let mut events = Events::default();
@@ -119,15 +127,12 @@ impl Events {
                 _ => None,
             };
             if let Some((kind, text)) = said {
-                events.total += 1;
-                if events.list.len() < MAX_EVENTS {
-                    events.list.push(Event {
-                        kind,
-                        step: head.step.or(head.resumed_at),
-                        elapsed_s: head.elapsed_s,
-                        text,
-                    });
-                }
+                events.add(Event {
+                    kind,
+                    step: head.step.or(head.resumed_at),
+                    elapsed_s: head.elapsed_s,
+                    text,
+                });
             }
         }
         events.system = System::read(&system);

@@ -23,8 +23,10 @@ mod watch;
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
 
+use base64::Engine as _;
+use base64::prelude::BASE64_STANDARD;
 pub use curve::{Curve, MAX_POINTS, Points};
-use events::{Event, Events, Finish, MAX_EVENTS};
+use events::{Event, Events, Finish};
 use logged::Logged;
 use phalanx_base::files::Dir;
 use phalanx_base::{Error, ErrorKind, Result};
@@ -234,15 +236,12 @@ fn curves(metrics: &[u8], events: &mut Events) -> (BTreeMap<String, Points>, usi
         let step = step.unwrap_or(number as f64);
         for (name, text) in &record {
             let mut say = |text| {
-                events.total += 1;
-                if events.list.len() < MAX_EVENTS {
-                    events.list.push(Event {
-                        kind: "metric",
-                        step: Some(step),
-                        elapsed_s: None,
-                        text,
-                    });
-                }
+                events.add(Event {
+                    kind: "metric",
+                    step: Some(step),
+                    elapsed_s: None,
+                    text,
+                });
             };
             let fits = curves.len() < MAX_CURVES || curves.contains_key(name);
             match value(text) {
@@ -275,26 +274,9 @@ impl Pictures {
             width,
             height,
             per_row: IMAGES_PER_ROW,
-            src: format!("data:image/png;base64,{}", base64(&png)),
+            src: format!("data:image/png;base64,{}", BASE64_STANDARD.encode(&png)),
         })
     }
-}
-
-/// RFC 4648, with padding.
-fn base64(bytes: &[u8]) -> String {
-    const DIGITS: &[u8; 64] = b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/";
-    let mut text = String::with_capacity(bytes.len().div_ceil(3) * 4);
-    for three in bytes.chunks(3) {
-        let at = |i: usize| u32::from(three.get(i).copied().unwrap_or(0));
-        let bits = at(0) << 16 | at(1) << 8 | at(2);
-        for digit in 0..4 {
-            text.push(match digit <= three.len() {
-                true => char::from(DIGITS[(bits >> (18 - 6 * digit) & 63) as usize]),
-                false => '=',
-            });
-        }
-    }
-    text
 }
 
 /// The page of these runs.

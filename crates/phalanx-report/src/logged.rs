@@ -2,13 +2,15 @@
 
 use std::collections::BTreeMap;
 
+use base64::Engine as _;
+use base64::prelude::BASE64_STANDARD;
 use phalanx_base::files::{Dir, image_kind};
 use serde::Serialize;
 use serde_json::value::RawValue;
 
 use crate::curve::spread;
 use crate::line::Line;
-use crate::{base64, lines};
+use crate::lines;
 
 /// Most names of each kind, and most entries of a name.
 const MAX_NAMES: usize = 50;
@@ -130,7 +132,10 @@ fn image(line: &Line, dir: &Dir, free_bytes: &mut usize) -> Result<Content, Stri
         let most = MAX_IMAGES_BYTES >> 20;
         format!("left out: the images of a report have at most {most} MiB")
     })?;
-    let src = format!("data:image/{kind};base64,{}", base64(&bytes));
+    let src = format!(
+        "data:image/{kind};base64,{}",
+        BASE64_STANDARD.encode(&bytes)
+    );
     Ok(Content::Image { src })
 }
 
