@@ -1,7 +1,8 @@
 //! MobileNetV2 (Sandler et al. 2018) as torchvision builds it, under its names
 //! (`features.1.conv.0.0.weight`, `classifier.1.bias`).
 
-use crate::layers::{Act, BatchNorm, Conv2d, Conv2dOptions, Dropout, Linear};
+use super::ConvNorm;
+use crate::layers::{Act, Conv2dOptions, Dropout, Linear};
 use crate::param::{Init, Scope};
 use crate::{Result, Value};
 
@@ -19,38 +20,6 @@ const STAGES: [[usize; 4]; 7] = [
 const STEM: usize = 32;
 const LAST: usize = 1280;
 
-/// A bias-free convolution and its normalisation.
-#[derive(Clone, Copy, Debug)]
-struct ConvNorm {
-    conv: Conv2d,
-    norm: BatchNorm,
-    /// Outputs times kernel taps: torchvision's fan-out.
-    fan_out: usize,
-}
-
-impl ConvNorm {
-    fn new(
-        scope: &mut Scope,
-        [conv, norm]: [&str; 2],
-        [inputs, outputs, kernel]: [usize; 3],
-        options: Conv2dOptions,
-    ) -> Self {
-        ConvNorm {
-            conv: Conv2d::new(scope.enter(conv), inputs, outputs, options.no_bias()),
-            norm: BatchNorm::new(scope.enter(norm), outputs),
-            fan_out: outputs * kernel * kernel,
-        }
-    }
-
-    fn one(scope: &mut Scope, names: [&str; 2], inputs: usize, outputs: usize) -> Self {
-        Self::new(scope, names, [inputs, outputs, 1], Conv2dOptions::new(1))
-    }
-
-    fn forward<'s, V: Value<'s>>(&self, x: V) -> Result<V> {
-        self.norm.forward_act(self.conv.forward(x)?, Act::Relu6)
-    }
-}
-
 /// An inverted residual: 1x1 up, depthwise 3x3, 1x1 down, with a residual connection
 /// where sizes allow.
 #[derive(Clone, Debug)]
@@ -65,14 +34,10 @@ impl Block {
     fn new(mut scope: Scope, [inputs, outputs, expansion, stride]: [usize; 4]) -> Self {
         let mut scope = scope.enter("conv");
         let inner = inputs * expansion;
-        let mut path = Vec::new();
+        let (one, mut path) = (Conv2dOptions::new(1), Vec::new());
         if expansion != 1 {
-            path.push(ConvNorm::one(
-                &mut scope.enter("0"),
-                ["0", "1"],
-                inputs,
-                inner,
-            ));
+            let mut scope = scope.enter("0");
+            path.push(ConvNorm::new(&mut scope, ["0", "1"], [inputs, inner], one));
         }
         let depthwise = Conv2dOptions::new(3)
             .stride(stride)
@@ -82,13 +47,13 @@ impl Block {
         path.push(ConvNorm::new(
             &mut scope.enter(&at.to_string()),
             ["0", "1"],
-            [inner, inner, 3],
+            [inner, inner],
             depthwise,
         ));
         let names = [(at + 1).to_string(), (at + 2).to_string()];
         Block {
             path,
-            end: ConvNorm::one(&mut scope, [&names[0], &names[1]], inner, outputs),
+            end: ConvNorm::new(&mut scope, [&names[0], &names[1]], [inner, outputs], one),
             residual: stride == 1 && inputs == outputs,
         }
     }
@@ -97,7 +62,7 @@ impl Block {
         let around = self.residual.then(|| x.share());
         let mut x = x;
         for layer in &self.path {
-            x = layer.forward(x)?;
+            x = layer.forward(x, Act::Relu6)?;
         }
         let x = self.end.conv.forward(x)?;
         match around {
@@ -125,7 +90,7 @@ impl MobileNetV2 {
     pub fn new(scope: &mut Scope, classes: usize) -> Self {
         let mut features = scope.enter("features");
         let options = Conv2dOptions::new(3).stride(2).padding(1);
-        let stem = ConvNorm::new(&mut features.enter("0"), ["0", "1"], [3, STEM, 3], options);
+        let stem = ConvNorm::new(&mut features.enter("0"), ["0", "1"], [3, STEM], options);
         let (mut width, mut blocks) = (STEM, Vec::new());
         for [expansion, outputs, times, first] in STAGES {
             for i in 0..times {
@@ -137,7 +102,8 @@ impl MobileNetV2 {
             }
         }
         let name = (blocks.len() + 1).to_string();
-        let last = ConvNorm::one(&mut features.enter(&name), ["0", "1"], width, LAST);
+        let (sizes, one) = ([width, LAST], Conv2dOptions::new(1));
+        let last = ConvNorm::new(&mut features.enter(&name), ["0", "1"], sizes, one);
         let head = Linear::new(scope.enter("classifier").enter("1"), LAST, classes);
         let net = MobileNetV2 {
             stem,
@@ -161,14 +127,13 @@ impl MobileNetV2 {
     /// torchvision draws all weights again, in the order of its modules:
     /// Kaiming-normal by fan-out, and 0.01 for the classifier.
     fn draw(&self, scope: &mut Scope) {
-        let inner = self
-            .blocks
-            .iter()
-            .flat_map(|b| b.path.iter().chain([&b.end]));
-        for layer in [&self.stem].into_iter().chain(inner).chain([&self.last]) {
-            let std = 2f64.sqrt() / (layer.fan_out as f64).sqrt();
-            scope.redraw(layer.conv.weight, Init::Normal { mean: 0.0, std });
-        }
+        scope.enter("features").initialize(|_, shape| {
+            let &[outputs, _, height, width] = shape else {
+                return None;
+            };
+            let std = 2f64.sqrt() / ((outputs * height * width) as f64).sqrt();
+            Some(Init::Normal { mean: 0.0, std })
+        });
         let std = 0.01;
         scope.redraw(self.head.weight, Init::Normal { mean: 0.0, std });
         if let Some(bias) = self.head.bias {
@@ -189,9 +154,9 @@ impl MobileNetV2 {
     /// # Errors
     /// `Usage` for other shapes.
     pub fn forward<'s, V: Value<'s>>(&self, x: V) -> Result<V> {
-        let x = self.stem.forward(x)?;
+        let x = self.stem.forward(x, Act::Relu6)?;
         let x = super::through(&self.blocks, self.recomputes, x, Block::forward)?;
-        let x = self.last.forward(x)?.global_avg_pool()?;
+        let x = self.last.forward(x, Act::Relu6)?.global_avg_pool()?;
         self.head.forward(self.dropout.forward(x)?)
     }
 }

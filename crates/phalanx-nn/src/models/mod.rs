@@ -16,7 +16,35 @@ pub use resnet::{CifarResNet, ResNet};
 pub use resnet9::ResNet9;
 pub use vit::{Vit, VitConfig};
 
+use crate::layers::{Act, BatchNorm, Conv2d, Conv2dOptions};
+use crate::param::Scope;
 use crate::{Result, Value};
+
+/// A bias-free convolution and its normalisation.
+#[derive(Clone, Copy, Debug)]
+struct ConvNorm {
+    conv: Conv2d,
+    norm: BatchNorm,
+}
+
+impl ConvNorm {
+    /// Names in PyTorch's order of construction.
+    fn new(
+        scope: &mut Scope,
+        [conv, norm]: [&str; 2],
+        [inputs, outputs]: [usize; 2],
+        options: Conv2dOptions,
+    ) -> Self {
+        ConvNorm {
+            conv: Conv2d::new(scope.enter(conv), inputs, outputs, options.no_bias()),
+            norm: BatchNorm::new(scope.enter(norm), outputs),
+        }
+    }
+
+    fn forward<'s, V: Value<'s>>(&self, x: V, act: Act) -> Result<V> {
+        self.norm.forward_act(self.conv.forward(x)?, act)
+    }
+}
 
 /// Runs the blocks of a model one after another; on request backward recomputes the values
 /// inside each.

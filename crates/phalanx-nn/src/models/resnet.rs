@@ -1,35 +1,10 @@
 //! Residual networks: the CIFAR variant of the distributed-training guide, and
 //! the ImageNet ones of torchvision.
 
-use crate::layers::{Act, BatchNorm, Conv2d, Conv2dOptions, Linear, MaxPool2d, MaxPool2dOptions};
+use super::ConvNorm;
+use crate::layers::{Act, Conv2dOptions, Linear, MaxPool2d, MaxPool2dOptions};
 use crate::param::Scope;
 use crate::{Result, Value};
-
-/// A bias-free convolution and its normalisation.
-#[derive(Clone, Copy, Debug)]
-struct ConvNorm {
-    conv: Conv2d,
-    norm: BatchNorm,
-}
-
-impl ConvNorm {
-    /// Names in PyTorch's order of construction.
-    fn new(
-        scope: &mut Scope,
-        [conv, norm]: [&str; 2],
-        [inputs, outputs]: [usize; 2],
-        options: Conv2dOptions,
-    ) -> Self {
-        ConvNorm {
-            conv: Conv2d::new(scope.enter(conv), inputs, outputs, options.no_bias()),
-            norm: BatchNorm::new(scope.enter(norm), outputs),
-        }
-    }
-
-    fn forward<'s, V: Value<'s>>(&self, x: V, act: Act) -> Result<V> {
-        self.norm.forward_act(self.conv.forward(x)?, act)
-    }
-}
 
 /// Two or three convolutions and a residual connection.
 #[derive(Clone, Debug)]
