@@ -300,7 +300,7 @@ impl Replica {
 
     /// Aborts the group for the other ranks; this one takes no further steps.
     pub fn abort(&mut self, why: &str) {
-        self.reducer.set_failed();
+        self.reducer.failed = true;
         self.group().abort(why);
     }
 

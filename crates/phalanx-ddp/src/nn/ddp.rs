@@ -149,6 +149,16 @@ pub struct DistributedDataParallel {
     joins_batches: bool,
 }
 
+/// Calls a method of the shards, or of the reducer where gradients are not folded over shards.
+macro_rules! folding {
+    ($self:ident, $borrowed:ident, $method:ident($($argument:expr),*)) => {
+        match $self.shards.$borrowed() {
+            Some(shards) => shards.$method($($argument),*),
+            None => $self.reducer.$method($($argument),*),
+        }
+    };
+}
+
 impl DistributedDataParallel {
     /// Compares names, shapes and options over the ranks, then gives every
     /// rank the parameters and buffers of rank 0.
@@ -199,7 +209,7 @@ impl DistributedDataParallel {
             }
         };
         let mut reducer = Reducer::new(group, specs, reducer_options);
-        reducer.set_own(routes.ignored_names());
+        reducer.own = routes.ignored_names();
         Ok(DistributedDataParallel {
             reducer,
             shards,
@@ -274,20 +284,14 @@ impl DistributedDataParallel {
     /// The gradient of a parameter that is not reduced is final.
     fn own_ready(&mut self, param: ParamId) {
         if let Some(own) = self.routes.ready(param) {
-            match &mut self.shards {
-                Some(shards) => shards.own_not_finite(own),
-                None => self.reducer.own_not_finite(own),
-            }
+            folding!(self, as_mut, own_not_finite(own))
         }
     }
 
     /// Leaves it to the caller to weigh micro-batch `index`; returns the weight.
     pub(crate) fn weigh_at_loss(&mut self, index: usize) -> f32 {
-        self.routes.weighed_at_loss();
-        match &mut self.shards {
-            Some(shards) => shards.weigh_at_loss(index),
-            None => self.reducer.weigh_at_loss(index),
-        }
+        self.routes.at_loss = true;
+        folding!(self, as_mut, weigh_at_loss(index))
     }
 
     /// Calls [`Tape::update_buffers`](phalanx_nn::Tape::update_buffers) for the
@@ -342,10 +346,7 @@ impl DistributedDataParallel {
     /// Sets the number of steps skipped by vote so far, of a wrapper that takes another one's place or of a training that
     /// is resumed. It must be the same on all ranks.
     pub fn set_skipped_steps(&mut self, steps: u64) {
-        match &mut self.shards {
-            Some(shards) => shards.set_skipped_steps(steps),
-            None => self.reducer.set_skipped_steps(steps),
-        }
+        folding!(self, as_mut, set_skipped_steps(steps))
     }
 
     /// The parameters and elements whose gradients `rank` gets, with
@@ -481,20 +482,14 @@ impl DistributedDataParallel {
             self.reducer.group().abort(&error.to_string());
             return Err(error);
         }
-        let commit = match &mut self.shards {
-            Some(shards) => shards.finish()?,
-            None => self.reducer.finish()?,
-        };
+        let commit = folding!(self, as_mut, finish())?;
         self.routes.finish();
         Ok(commit)
     }
 
     /// Votes against the running step, or between steps against the next one ([`Reducer::veto`]).
     pub fn veto(&mut self) {
-        match &mut self.shards {
-            Some(shards) => shards.veto(),
-            None => self.reducer.veto(),
-        }
+        folding!(self, as_mut, veto())
     }
 
     /// What all ranks gave by [`GlobalStep::carry`](crate::GlobalStep::carry) in the last finished step ([`Reducer::carried`]); `None` with
@@ -508,10 +503,7 @@ impl DistributedDataParallel {
 
     /// Number of steps skipped by vote so far.
     pub fn skipped_steps(&self) -> u64 {
-        match &self.shards {
-            Some(shards) => shards.skipped_steps(),
-            None => self.reducer.skipped_steps(),
-        }
+        folding!(self, as_ref, skipped_steps())
     }
 
     /// The bucket layout in use; no bucket with [`Deterministic::Shards`].
@@ -541,20 +533,14 @@ impl DistributedDataParallel {
 
     /// When things happened in the last finished step.
     pub fn times(&self) -> &StepTimes {
-        match &self.shards {
-            Some(shards) => shards.times(),
-            None => self.reducer.times(),
-        }
+        folding!(self, as_ref, times())
     }
 }
 
 impl GradSink for DistributedDataParallel {
     fn slot(&mut self, param: ParamId) -> &mut [f32] {
         match self.routes.of(param) {
-            Selection::Reduced(index) => match &mut self.shards {
-                Some(shards) => shards.slot(index),
-                None => self.reducer.slot(index),
-            },
+            Selection::Reduced(index) => folding!(self, as_mut, slot(index)),
             _ => self.routes.slot(param),
         }
     }
@@ -593,20 +579,14 @@ impl GradSink for DistributedDataParallel {
 impl GradView for DistributedDataParallel {
     fn grad(&self, param: ParamId) -> &[f32] {
         match self.routes.of(param) {
-            Selection::Reduced(index) => match &self.shards {
-                Some(shards) => shards.grad(index),
-                None => self.reducer.grad(index),
-            },
+            Selection::Reduced(index) => folding!(self, as_ref, grad(index)),
             _ => self.routes.grad(param),
         }
     }
 
     fn untouched(&self, param: ParamId) -> bool {
         match self.routes.of(param) {
-            Selection::Reduced(index) => match &self.shards {
-                Some(shards) => shards.is_untouched(index),
-                None => self.reducer.is_untouched(index),
-            },
+            Selection::Reduced(index) => folding!(self, as_ref, is_untouched(index)),
             _ => self.routes.untouched(param),
         }
     }

@@ -46,7 +46,8 @@ pub(crate) struct Routes {
     /// Weights of the micro-batches of this step.
     weights: Vec<f32>,
     micro: usize,
-    at_loss: bool,
+    /// Whether the caller weighs the loss of the running micro-batch.
+    pub(super) at_loss: bool,
     policy: Unused,
     /// Used by some micro-batch of this step.
     used: Vec<bool>,
@@ -153,11 +154,6 @@ impl Routes {
     pub(crate) fn plan_step(&mut self, weights: &[f32]) {
         self.weights = weights.to_vec();
         self.micro = 0;
-    }
-
-    /// The caller weighs the loss of the micro-batch that begins.
-    pub(crate) fn weighed_at_loss(&mut self) {
-        self.at_loss = true;
     }
 
     pub(crate) fn start_micro_batch(&mut self, index: usize) {

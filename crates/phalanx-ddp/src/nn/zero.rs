@@ -161,11 +161,6 @@ impl Partition {
     fn mine(&self) -> &[ParamSlice] {
         &self.parts[self.group.rank()]
     }
-
-    fn pieces_of(&self, param: ParamId) -> impl Iterator<Item = &ParamSlice> {
-        let places = self.piece_of[param.index()].iter().flatten();
-        places.map(|at| &self.held[*at])
-    }
 }
 
 /// The pieces that `rank` has: its own, then the copy of those of another rank.
@@ -624,7 +619,8 @@ impl<O: Optimizer> ShardedOptimizer<O> {
 
     /// Copies this rank's pieces of a parameter's state, `values` in the engine's order, into its `part` of a buffer.
     pub fn copy_part(&self, param: ParamId, values: &[f32], part: &mut [f32]) {
-        for piece in self.cut.pieces_of(param) {
+        for at in self.cut.piece_of[param.index()].iter().flatten() {
+            let piece = &self.cut.held[*at];
             part[piece.own()].copy_from_slice(&values[piece.elems.clone()]);
         }
     }

@@ -139,7 +139,8 @@ pub struct Reducer {
     was_rebuilt: bool,
     /// Memory for a gradient that must not be written to a bucket (see `slot`).
     spill: Vec<f32>,
-    failed: bool,
+    /// Whether the group was aborted: no step follows.
+    pub(crate) failed: bool,
     /// Averages buckets in place of the all-reduce.
     hook: Option<Box<dyn GradientHook>>,
     /// The running step, or the one that the next gradient begins.
@@ -160,7 +161,7 @@ pub struct Reducer {
     carried_by_all: Option<f64>,
     /// Names of parameters that each rank trains for itself. While there are any, the last bucket, which has the
     /// vote, waits for the end of backward, since any of them may still make the vote a no.
-    own: Vec<String>,
+    pub(crate) own: Vec<String>,
     /// Whether the gradients of the last step may be read.
     committed: bool,
     skipped: u64,
@@ -394,11 +395,6 @@ impl Reducer {
         self.failed = true;
         self.group.abort(&error.to_string());
         error
-    }
-
-    /// No step follows: the caller has aborted the group.
-    pub(crate) fn set_failed(&mut self) {
-        self.failed = true;
     }
 
     fn check_usable(&self) -> Result<()> {

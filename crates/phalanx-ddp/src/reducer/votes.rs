@@ -1,7 +1,5 @@
 //! The ranks' vote on a step, in the last elements (*lanes*) of its last bucket.
 
-use std::ops::Range;
-
 use phalanx_comm::{Call, ReduceOp};
 
 use super::Reducer;
@@ -105,18 +103,6 @@ impl Reducer {
 
     /// The first parameter whose mean is not finite in this rank's part.
     fn first_mean_not_finite(&self) -> Option<usize> {
-        let finite_in = |bucket: usize, param: usize, elems: Range<usize>| {
-            let place = self.plan.place(param).1;
-            let run = place.start + elems.start..place.start + elems.end;
-            match (&self.chunks[bucket], &self.memory[bucket]) {
-                (Some(chunk), _) => {
-                    let first = self.group.rank() * chunk.len();
-                    phalanx_comm::all_finite(&chunk[run.start - first..run.end - first])
-                }
-                (None, Memory::Reduced(values)) => phalanx_comm::all_finite(&values[run]),
-                _ => true,
-            }
-        };
         let of_bucket = |bucket: usize| {
             let run = match &self.chunks[bucket] {
                 Some(chunk) => {
@@ -126,7 +112,9 @@ impl Reducer {
                 None => 0..self.plan.bucket_elems(bucket),
             };
             let mut within = self.plan.within(bucket, run);
-            within.find(|(param, elems)| !finite_in(bucket, *param, elems.clone()))
+            within.find(|(param, elems)| {
+                !phalanx_comm::all_finite(self.values(*param, elems.clone()))
+            })
         };
         (0..self.memory.len())
             .find_map(of_bucket)

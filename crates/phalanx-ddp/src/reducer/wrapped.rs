@@ -19,12 +19,6 @@ impl Reducer {
         })
     }
 
-    /// Names parameters that are not reduced, but whose gradients count in the vote
-    /// ([`own_not_finite`](Self::own_not_finite)).
-    pub(crate) fn set_own(&mut self, names: Vec<String>) {
-        self.own = names;
-    }
-
     /// Votes against the running step because of number `index` of this rank's own gradients.
     pub(crate) fn own_not_finite(&mut self, index: usize) {
         self.begin();
@@ -39,6 +33,11 @@ impl Reducer {
         if param >= self.params.len() || self.in_backward || !self.committed || !self.exchanged {
             return &[];
         }
+        self.values(param, elems)
+    }
+
+    /// What this rank's memory has of these elements of `param`.
+    pub(super) fn values(&self, param: usize, elems: Range<usize>) -> &[f32] {
         let (bucket, place) = self.plan.place(param);
         let run = place.start + elems.start..place.start + elems.end;
         match (&self.chunks[bucket], &self.memory[bucket]) {
