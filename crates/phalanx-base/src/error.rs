@@ -73,6 +73,15 @@ impl ErrorKind {
     }
 }
 
+/// Returns an error of kind [`Usage`](ErrorKind::Usage) from the function, with a message as of [`format!`].
+#[macro_export]
+macro_rules! refuse {
+    ($($message:tt)*) => {
+        return Err($crate::Error::usage(::std::format!($($message)*)))
+    };
+}
+pub use crate::refuse;
+
 /// An error: a message, a cause, and notes (consequence, likely reason, fix).
 pub struct Error {
     inner: Box<Inner>,

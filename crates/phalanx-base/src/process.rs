@@ -7,11 +7,7 @@ use serde::{Deserialize, Serialize};
 /// Peak resident memory of this process in bytes (`VmHWM`); `None` if it is not known.
 pub fn peak_rss_bytes() -> Option<u64> {
     let status = std::fs::read_to_string("/proc/self/status").ok()?;
-    parse_peak_rss(&status)
-}
-
-fn parse_peak_rss(status: &str) -> Option<u64> {
-    proc_bytes(status, "VmHWM:")
+    proc_bytes(&status, "VmHWM:")
 }
 
 /// The value of the line that begins with `name` (`VmRSS:`) in the text of a file of `/proc`, which
@@ -104,9 +100,9 @@ mod tests {
     #[test]
     fn the_peak_line_is_read_in_bytes() {
         let status = "Name:\tx\nVmPeak:\t 9 kB\nVmHWM:\t    1234 kB\nVmRSS:\t 7 kB\n";
-        assert_eq!(parse_peak_rss(status), Some(1234 * 1024));
-        assert_eq!(parse_peak_rss("Name:\tx\n"), None);
-        assert_eq!(parse_peak_rss("VmHWM:\tmany kB\n"), None);
+        assert_eq!(proc_bytes(status, "VmHWM:"), Some(1234 * 1024));
+        assert_eq!(proc_bytes("Name:\tx\n", "VmHWM:"), None);
+        assert_eq!(proc_bytes("VmHWM:\tmany kB\n", "VmHWM:"), None);
     }
 
     #[test]

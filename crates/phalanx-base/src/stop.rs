@@ -117,10 +117,12 @@ fn register(signal: i32, word: i32, done: &AtomicBool) -> Result<()> {
 /// The signal that this process had received when the ranks agreed to stop. A signal that a launcher sends to the
 /// other ranks afterwards is not the cause.
 pub fn cause() -> Option<i32> {
-    match CAUSE.load(Ordering::SeqCst) {
-        0 => None,
-        signal => i32::try_from(signal).ok(),
-    }
+    signal(CAUSE.load(Ordering::SeqCst))
+}
+
+/// The signal of this number; 0 is none.
+fn signal(number: usize) -> Option<i32> {
+    i32::try_from(number).ok().filter(|signal| *signal != 0)
 }
 
 fn not_listening(error: std::io::Error) -> Error {
@@ -150,18 +152,12 @@ pub fn is_listening() -> bool {
 
 /// The signal that was received last, if any.
 pub fn received() -> Option<i32> {
-    match RECEIVED.load(Ordering::SeqCst) {
-        0 => None,
-        signal => i32::try_from(signal).ok(),
-    }
+    signal(RECEIVED.load(Ordering::SeqCst))
 }
 
 /// The signal that requested a stop, if any.
 pub fn asked() -> Option<i32> {
-    match ASKED.load(Ordering::Relaxed) {
-        0 => None,
-        signal => i32::try_from(signal).ok(),
-    }
+    signal(ASKED.load(Ordering::Relaxed))
 }
 
 /// `SIGTERM`; `signal 34` for a signal without a name.

@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 
 use phalanx_base::files::{atomic_write, open_regular, read_open};
 use phalanx_base::text::one_line;
-use phalanx_base::{Error, Result};
+use phalanx_base::{Error, Result, refuse};
 use phalanx_nn::LoraConfig;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
@@ -173,7 +173,7 @@ impl Adapter {
                     "has low-rank adapters without their alpha, which .pth files cannot have; use the run's .safetensors"
                 }
             };
-            return Err(Error::usage(format!("{} {why}", path.display())));
+            refuse!("{} {why}", path.display());
         };
         let mut config = AdapterConfig::parse(path, text.as_bytes())?;
         let layers = layers(&matrices);

@@ -9,7 +9,7 @@ use phalanx_data::metrics::write_summary_in;
 use serde::Serialize;
 use serde_json::Value;
 
-use crate::error::{Error, ErrorKind, Result};
+use crate::error::{Error, ErrorKind, Result, refuse};
 use crate::launch;
 use crate::say;
 use crate::training::TrainArgs;
@@ -93,19 +93,15 @@ pub(crate) fn run(
     for (i, workers) in args.workers.iter().enumerate() {
         launch::check_local_ranks("--workers", *workers)?;
         if args.workers[..i].contains(workers) {
-            return Err(Error::usage(format!("--workers names {workers} twice")));
+            refuse!("--workers names {workers} twice");
         }
     }
     if args.workers.len() < 2 {
-        return Err(Error::usage(
-            "--workers needs at least two numbers, as in --workers 1,2",
-        ));
+        refuse!("--workers needs at least two numbers, as in --workers 1,2");
     }
     // Under a launcher each rank would compare for itself.
     if launch::rank_place(&launch::real_env())?.is_some() {
-        return Err(Error::usage(
-            "phalanx compare starts its ranks itself; start it once, not under a launcher",
-        ));
+        refuse!("phalanx compare starts its ranks itself; start it once, not under a launcher");
     }
     let Some(mut training) = parse(&args.training)? else {
         return Ok(());
@@ -198,8 +194,7 @@ impl Run {
             value.ok_or_else(|| wrong(format!("lacks {name}")))
         };
         if summary["accuracy"].is_null() {
-            let what = "the training measures no accuracy to compare; choose another recipe";
-            return Err(Error::usage(what));
+            refuse!("the training measures no accuracy to compare; choose another recipe");
         }
         let duration_s = number("total_s")?;
         Ok(Run {

@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use phalanx_base::text::one_line;
 use phalanx_checkpoint::{Adapter, read_tensors, save_tensors};
 
-use crate::error::{Error, Result};
+use crate::error::{Result, refuse};
 use crate::format::{bytes, plural};
 use crate::say;
 use phalanx_train::{check_folder_of, file_of};
@@ -36,10 +36,10 @@ pub struct ExportArgs {
 pub fn run(args: &ExportArgs) -> Result<()> {
     let ending = args.to.extension().and_then(|e| e.to_str());
     if !args.adapter && !matches!(ending, Some("pth" | "pt" | "safetensors")) {
-        return Err(Error::usage(format!(
+        refuse!(
             "--to {}: the name must end in .pth, .pt or .safetensors",
             args.to.display()
-        )));
+        );
     }
     // That of an adapter may be there.
     if !(args.adapter && args.to.is_dir()) {

@@ -5,7 +5,7 @@ use std::process::Command;
 
 use phalanx_base::files::as_typed;
 
-use crate::error::{Error, ErrorKind, Result};
+use crate::error::{Error, ErrorKind, Result, refuse};
 use crate::say;
 
 /// Arguments of `phalanx new`.
@@ -137,9 +137,9 @@ pub fn run(args: &NewArgs) -> Result<()> {
         name.starts_with(|c: char| c.is_ascii_alphabetic()) && name.chars().all(known)
     };
     if !is_name(name) || ["phalanx", "test", "clap"].contains(&name) {
-        return Err(Error::usage(format!(
+        refuse!(
             "\"{name}\" cannot be a package's name: use letters, digits, - and _, a letter first"
-        )));
+        );
     }
     let dependency = match (&args.path, &args.git) {
         (Some(path), _) => on_path(path)?,
@@ -227,10 +227,10 @@ fn on_path(path: &Path) -> Result<Dependency> {
         manifest.is_ok_and(|text| text.starts_with("[package]\nname = \"phalanx\"\n"))
     });
     let Some(found) = found else {
-        return Err(Error::usage(format!(
+        refuse!(
             "--path {} does not contain the sources of Phalanx",
             path.display()
-        )));
+        );
     };
     let found = std::fs::canonicalize(found)?;
     let elsewhere = match repository(&found) {

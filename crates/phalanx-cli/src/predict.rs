@@ -14,7 +14,7 @@ use phalanx_nn::{Params, Scope, Seed, Tape, Threads};
 use phalanx_report::image;
 use serde::Serialize;
 
-use crate::error::{Error, ErrorKind, Result};
+use crate::error::{Error, ErrorKind, Result, refuse};
 use crate::format::plural;
 use crate::say;
 use phalanx_train::{check_folder_of, file_of, weights_of};
@@ -186,8 +186,7 @@ pub fn run(args: &PredictArgs) -> Result<()> {
     crate::error::check_count("--threads", threads, (4 * cores).max(16))?;
     if let Some(path) = &args.output {
         if path.as_os_str() == "-" {
-            let what = "--output - is no file; without --output, predictions go to standard output";
-            return Err(Error::usage(what));
+            refuse!("--output - is no file; without --output, predictions go to standard output");
         }
         check_folder_of("--output", path)?;
     }
@@ -195,15 +194,15 @@ pub fn run(args: &PredictArgs) -> Result<()> {
         return predict_rows(args);
     }
     if args.nproc_per_node != 1 {
-        return Err(Error::usage("--nproc-per-node is for tables"));
+        refuse!("--nproc-per-node is for tables");
     }
     let checkpoint = file_of(&args.checkpoint)?;
     let (known, net, params, metadata) = network(&checkpoint, args.model.as_deref())?;
     if known.image[2] == 1 && args.pixels.is_some() {
-        return Err(Error::usage(format!(
+        refuse!(
             "--pixels is for networks of colour images, and {} takes grey ones",
             known.model
-        )));
+        );
     }
     if known.other_pixels && args.pixels.is_none() && !metadata.contains_key("pixels") {
         say::note(format_args!(
@@ -241,11 +240,10 @@ pub fn run(args: &PredictArgs) -> Result<()> {
 fn predict_rows(args: &PredictArgs) -> Result<()> {
     let of_images = args.model.is_some() || args.pixels.is_some() || args.views.is_some();
     let [data] = &args.data[..] else {
-        return Err(Error::usage("--data takes one table"));
+        refuse!("--data takes one table");
     };
     if of_images || args.limit.is_some() {
-        let what = "--model, --pixels, --views and --limit are not for tables";
-        return Err(Error::usage(what));
+        refuse!("--model, --pixels, --views and --limit are not for tables");
     }
     let [batch, ranks] = [args.batch_size, args.nproc_per_node].map(|n| n.to_string());
     let threads = args.threads.map(|threads| threads.to_string());
@@ -479,10 +477,10 @@ impl Source {
         let found: ImageFolder = photos::tests_in(folder)?;
         if found.class_names() != own.classes {
             let [theirs, ours] = [&found.class_names(), &own.classes].map(|names| names.join(", "));
-            return Err(Error::usage(format!(
+            refuse!(
                 "{} has the classes {theirs}, the network knows {ours}",
                 folder.display()
-            )));
+            );
         }
         Ok(Source::Folder(found.transform(own.transforms.clone(), 0)?))
     }

@@ -4,7 +4,7 @@ use clap::error::ErrorKind as ClapError;
 use phalanx::{Subcommand, Training};
 use phalanx_recipes::programs;
 
-use crate::error::{Error, Result};
+use crate::error::{Result, refuse};
 
 /// Arguments of `phalanx train`.
 #[derive(Debug)]
@@ -57,14 +57,12 @@ impl TrainArgs {
         let training = &mut self.0;
         let settings = &training.settings;
         if settings.output_dir.is_some() {
-            return Err(Error::usage(
-                "each run of a comparison has a folder of its own; put --output-dir before the recipe",
-            ));
+            refuse!(
+                "each run of a comparison has a folder of its own; put --output-dir before the recipe"
+            );
         }
         if settings.saving.resume.is_some() || settings.saving.stop_after.is_some() {
-            return Err(Error::usage(
-                "a comparison is of whole runs; leave out --resume and --stop-after",
-            ));
+            refuse!("a comparison is of whole runs; leave out --resume and --stop-after");
         }
         training.ranks.check_untyped_world()?;
         worlds.iter().try_for_each(|world| training.check(*world))?;

@@ -9,7 +9,7 @@ use phalanx_nn::rng::philox::{philox4x32_10, unit_f32};
 
 use crate::ImageDataset;
 use crate::dataset::check_read;
-use phalanx_base::{Error, Result};
+use phalanx_base::{Result, refuse};
 
 /// Separates these random numbers from others with the same seed.
 const STREAM: u32 = 0x6175_676d; // "augm"
@@ -140,10 +140,11 @@ impl Augmented {
         let [h, w, c] = inner.image_shape();
         let least = h.min(w);
         if !(1..=3).contains(&c) || augmentation.shift >= least || augmentation.cutout > least {
-            return Err(Error::usage(format!(
+            refuse!(
                 "images of {h} x {w} x {c} are too small for a shift of {} and a cutout of {}, or do not have one to three channels",
-                augmentation.shift, augmentation.cutout
-            )));
+                augmentation.shift,
+                augmentation.cutout
+            );
         }
         Ok(Augmented {
             inner,

@@ -1,7 +1,7 @@
 //! The traits of data sets.
 
 use crate::order::ShardOrder;
-use phalanx_base::{Error, Result};
+use phalanx_base::{Error, Result, refuse};
 
 /// A data set: samples that can be read in any order and from several threads.
 ///
@@ -220,18 +220,18 @@ pub trait ImageDataset: Send + Sync {
 pub(crate) fn check_read(set: &dyn ImageDataset, index: usize, out: &[f32]) -> Result<()> {
     let elems: usize = set.image_shape().iter().product();
     if index >= set.len() {
-        return Err(Error::usage(format!(
+        refuse!(
             "{} has {} samples, so there is no sample {index}",
             set.name(),
             set.len()
-        )));
+        );
     }
     if out.len() != elems {
-        return Err(Error::usage(format!(
+        refuse!(
             "an image of {} has {elems} elements, but the buffer has {}",
             set.name(),
             out.len()
-        )));
+        );
     }
     Ok(())
 }

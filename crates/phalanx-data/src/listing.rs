@@ -4,7 +4,7 @@ use std::ffi::OsString;
 use std::fs;
 use std::path::{Path, PathBuf};
 
-use phalanx_base::{Error, Result};
+use phalanx_base::{Error, Result, refuse};
 
 /// Most folders within each other. Links may lead in a circle.
 pub(crate) const MAX_DEPTH: usize = 32;
@@ -46,11 +46,10 @@ pub(crate) fn list(
     files: &mut Vec<PathBuf>,
 ) -> Result<()> {
     let Some(depth) = depth.checked_sub(1) else {
-        let what = format!(
+        refuse!(
             "{} lies too deep; a link in it may lead to itself",
             root.join(folder).display()
         );
-        return Err(Error::usage(what));
     };
     for (name, is_folder) in names(&root.join(folder))? {
         let path = folder.join(name);

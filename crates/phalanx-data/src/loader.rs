@@ -23,7 +23,7 @@ use std::time::{Duration, Instant};
 
 use crate::Dataset;
 use crate::sampler::EpochPlan;
-use phalanx_base::{Error, ErrorKind, Result, lock, panic_text};
+use phalanx_base::{Error, ErrorKind, Result, lock, panic_text, refuse};
 
 /// Samples of one step on this rank.
 #[derive(Debug, Default)]
@@ -111,9 +111,7 @@ impl<D: Dataset + ?Sized> Loader<D> {
     pub fn new(dataset: Arc<D>, options: LoaderOptions) -> Result<Self> {
         let LoaderOptions { workers, ahead } = options;
         if workers == 0 || ahead == 0 {
-            return Err(Error::usage(
-                "a loader needs at least 1 worker and 1 batch ahead",
-            ));
+            refuse!("a loader needs at least 1 worker and 1 batch ahead");
         }
         let shared = Arc::new(LoaderState {
             dataset,

@@ -11,7 +11,7 @@ use parquet::file::reader::{FileReader, SerializedFileReader};
 use parquet::record::reader::RowIter;
 pub use parquet::record::{Field, Row};
 use phalanx_base::files::open_regular;
-use phalanx_base::{Error, Result};
+use phalanx_base::{Error, Result, refuse};
 
 /// An open Parquet file.
 ///
@@ -99,8 +99,7 @@ impl ParquetFile {
     pub fn read(&self, group: usize, mut each: impl FnMut(Row) -> Result<()>) -> Result<()> {
         let (name, groups) = (&self.name, self.reader.num_row_groups());
         if group >= groups {
-            let what = format!("{name} has {groups} row groups, so there is no {group}");
-            return Err(Error::usage(what));
+            refuse!("{name} has {groups} row groups, so there is no {group}");
         }
         guarded(name, || {
             let group = self.reader.get_row_group(group);

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use phalanx_base::{Error, Result};
+use phalanx_base::{Result, refuse};
 use phalanx_nn::rng::philox::philox4x32_10;
 use phalanx_nn::rng::torch::Generator;
 use sha2::{Digest, Sha256};
@@ -40,11 +40,11 @@ impl<D: Dataset + ?Sized> Subset<D> {
                 of: Arc::clone(of),
                 indices,
             }),
-            Some(index) => Err(Error::usage(format!(
+            Some(index) => refuse!(
                 "{} has {} samples, so there is no sample {index}",
                 of.describe(),
                 of.len()
-            ))),
+            ),
         }
     }
 
@@ -67,9 +67,7 @@ pub fn random_split<D: Dataset + ?Sized, const N: usize>(
 ) -> Result<[Subset<D>; N]> {
     let (n, sum) = (of.len(), shares.iter().sum::<f64>());
     if shares.iter().any(|share| !(0.0..=1.0).contains(share)) || (sum - 1.0).abs() > 1e-6 {
-        return Err(Error::usage(format!(
-            "random_split: the shares {shares:?} must be from 0 to 1 and add up to 1"
-        )));
+        refuse!("random_split: the shares {shares:?} must be from 0 to 1 and add up to 1");
     }
     let mut sizes = shares.map(|share| (n as f64 * share) as usize);
     // What is left of rounding down.
@@ -93,11 +91,11 @@ impl<D: Dataset + ?Sized> Dataset for Subset<D> {
         let of = |index: &u64| self.indices.get(usize::try_from(*index).ok()?).copied();
         match indices.iter().map(of).collect::<Option<Vec<u64>>>() {
             Some(indices) => self.of.read_batch(epoch, &indices, batch),
-            None => Err(Error::usage(format!(
+            None => refuse!(
                 "a part of {} has {} samples; of {indices:?} one is missing",
                 self.of.describe(),
                 self.len()
-            ))),
+            ),
         }
     }
 
@@ -144,12 +142,12 @@ impl<D: Dataset + ?Sized> Weighted<D> {
         let sums: Vec<f64> = sums.collect();
         let are_weights = weights.iter().all(|weight| *weight >= 0.0) && sum.is_finite();
         if weights.len() != of.len() || !are_weights || (sum == 0.0 && samples > 0) {
-            return Err(Error::usage(format!(
+            refuse!(
                 "{} needs {} weights, none negative and not all 0; given are {}, their sum is {sum}",
                 of.describe(),
                 of.len(),
                 weights.len()
-            )));
+            );
         }
         Ok(Weighted {
             of: Arc::clone(of),

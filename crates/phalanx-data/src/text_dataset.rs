@@ -13,7 +13,7 @@ use crate::packed::{Description, Source, Tokens};
 use crate::text_files::{read_documents, text_files};
 use crate::{Dataset, synthetic};
 use phalanx_base::text::{grouped, one_line};
-use phalanx_base::{Error, Result};
+use phalanx_base::{Error, Result, refuse};
 
 /// Bytes of the largest text; its tokens take four times as much memory.
 const MAX_BYTES: usize = 256 << 20;
@@ -228,7 +228,7 @@ impl TextDataset {
 
     fn checked(self, part: &str) -> Result<Self> {
         if self.context == 0 {
-            return Err(Error::usage("the context of a text must be at least 1"));
+            refuse!("the context of a text must be at least 1");
         }
         if self.part.len() <= self.context {
             return Err(Error::data(format!(
@@ -346,11 +346,11 @@ impl Dataset for TextDataset {
                 .ok()
                 .filter(|i| *i < Dataset::len(self))
             else {
-                return Err(Error::usage(format!(
+                refuse!(
                     "{} has {} sequences, so there is no sequence {index}",
                     self.name,
                     Dataset::len(self)
-                )));
+                );
             };
             let at = self.place(epoch, index);
             self.text.read(at..at + self.context + 1, &mut window)?;

@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 
 use phalanx_base::files::{found, open_regular};
 use phalanx_base::text::one_line;
-use phalanx_base::{Error, Result};
+use phalanx_base::{Error, Result, refuse};
 use serde_json::{Map, Value};
 
 use crate::listing::{MAX_DEPTH, list};
@@ -32,8 +32,7 @@ pub fn text_files(path: &Path, endings: &[&str]) -> Result<Vec<PathBuf>> {
     let is_text = |file: &Path| endings.iter().any(|ending| has_ending(file, ending));
     list(path, Path::new(""), MAX_DEPTH, &is_text, &mut files)?;
     if files.is_empty() {
-        let what = format!("{} has no .{} file", path.display(), endings.join(" or ."));
-        return Err(Error::usage(what));
+        refuse!("{} has no .{} file", path.display(), endings.join(" or ."));
     }
     Ok(files.iter().map(|file| path.join(file)).collect())
 }

@@ -8,7 +8,7 @@ use std::process::ExitCode;
 use std::time::Duration;
 
 use clap::{CommandFactory, FromArgMatches};
-use phalanx_base::error::{Error, ErrorKind, Result};
+use phalanx_base::error::{Error, ErrorKind, Result, refuse};
 use phalanx_base::files::atomic_write;
 use phalanx_base::{format, say};
 use serde_json::{Value as Json, json};
@@ -256,9 +256,7 @@ fn run_flow(dir: &Path, args: &RunArgs, flow: Option<&Flow>) -> Result<()> {
 
 fn workflow_of(file: Option<&Path>, flow: Option<&Flow>) -> Result<Workflow> {
     match (file, flow) {
-        (Some(_), Some(_)) => Err(Error::usage(
-            "this program runs its own workflow; it takes no file",
-        )),
+        (Some(_), Some(_)) => refuse!("this program runs its own workflow; it takes no file"),
         (None, Some(flow)) => flow.workflow(),
         (Some(file), None) if file.is_dir() => Workflow::from_file(&file.join(FLOW_FILE)),
         (file, None) => Workflow::from_file(file.unwrap_or(Path::new(FLOW_FILE))),
@@ -270,13 +268,14 @@ fn check_program(id: &str, run: &Run, flow: Option<&Flow>) -> Result<()> {
     let functions = |task: &Task| task.action == Action::Function;
     let is_of_functions = run.workflow.tasks.iter().any(functions);
     match flow {
-        None if is_of_functions => Err(Error::usage(format!(
-            "the tasks of {id} are functions of a program; resume it with that program"
-        ))),
-        Some(flow) if flow.workflow.name != run.workflow.name => Err(Error::usage(format!(
+        None if is_of_functions => {
+            refuse!("the tasks of {id} are functions of a program; resume it with that program")
+        }
+        Some(flow) if flow.workflow.name != run.workflow.name => refuse!(
             "{id} is a run of {:?}, not of {:?}",
-            run.workflow.name, flow.workflow.name
-        ))),
+            run.workflow.name,
+            flow.workflow.name
+        ),
         _ => Ok(()),
     }
 }
@@ -465,7 +464,7 @@ fn get(store: &Store, run: &str, output: &str, to: &Path) -> Result<()> {
         false => to.to_owned(),
     };
     if to.symlink_metadata().is_ok() {
-        return Err(Error::usage(format!("{} exists", to.display())));
+        refuse!("{} exists", to.display());
     }
     let written = match item {
         Item::Value(_) => fs::write(&to, format!("{}\n", shown(store, item))),
@@ -508,11 +507,11 @@ fn logs(store: &Store, run: &str, task: &str, attempt: Option<usize>, follow: bo
         let cached = node
             .cached
             .map(|run| format!("; its result is that of {run}"));
-        return Err(Error::usage(format!(
+        refuse!(
             "task {task:?} of {id} has {}{}",
             format::plural(node.attempts.len(), "attempt"),
             cached.unwrap_or_default()
-        )));
+        );
     }
     let path = log_file(&store.attempt_dir(&id, task, number));
     let mut read_to = 0;
@@ -541,17 +540,14 @@ fn logs(store: &Store, run: &str, task: &str, attempt: Option<usize>, follow: bo
 fn cancel(store: &Store, run: &str) -> Result<()> {
     let (id, run) = store.find(run)?;
     if matches!(run.state, State::Done | State::Failed | State::Canceled) {
-        return Err(Error::usage(format!(
-            "{id} has ended: {}",
-            run.state.name()
-        )));
+        refuse!("{id} has ended: {}", run.state.name());
     }
     let Some(engine) = store.engine()? else {
         let _lock = store.lock()?;
         store.update(&id, |run| run.state = State::Canceled)?;
         return say::print(&format!("{id} is canceled; it did not run\n"));
     };
-    if !engine.has_name() {
+    if engine.name.is_none() {
         return Err(Error::usage(format!(
             "cannot cancel {id}: the store is in use by {engine}"
         ))

@@ -30,7 +30,7 @@ const QUIET: Duration = Duration::from_secs(4);
 
 /// An engine as it names itself.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-struct Name {
+pub(crate) struct Name {
     #[serde(flatten)]
     process: ProcessName,
     run: Option<String>,
@@ -48,8 +48,8 @@ impl Name {
 /// The engine of a store.
 #[derive(Debug)]
 pub(crate) struct Engine {
-    /// `None`: it has not written its name yet, or is of an older version.
-    name: Option<Name>,
+    /// `None`: it has not written its name yet, or is of an older version, and cannot be asked to stop.
+    pub name: Option<Name>,
     seen: Option<SystemTime>,
     /// Who has the lock, from `/proc/locks`.
     holder: String,
@@ -62,11 +62,6 @@ impl Engine {
     pub fn runs(&self, run: &str) -> bool {
         let name = self.name.as_ref();
         name.is_none_or(|name| name.run.as_deref() == Some(run))
-    }
-
-    /// Whether it can be asked to stop.
-    pub fn has_name(&self) -> bool {
-        self.name.is_some()
     }
 
     pub fn json(&self) -> serde_json::Value {

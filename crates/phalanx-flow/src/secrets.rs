@@ -8,7 +8,7 @@ use std::path::Path;
 use std::process::Command;
 use std::sync::mpsc::{Receiver, channel};
 
-use phalanx_base::error::{Error, Result};
+use phalanx_base::error::{Error, Result, refuse};
 use phalanx_base::files::read_regular;
 
 use crate::spec::{Task, Workflow};
@@ -40,9 +40,7 @@ fn read(name: &str) -> Result<String> {
     let text = String::from_utf8(bytes).unwrap_or_default();
     match text.trim_end() {
         value if !value.is_empty() && !value.contains('\0') => Ok(value.to_owned()),
-        _ => Err(Error::usage(format!(
-            "{path} has no text for the secret {name}"
-        ))),
+        _ => refuse!("{path} has no text for the secret {name}"),
     }
 }
 

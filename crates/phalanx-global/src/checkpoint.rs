@@ -97,7 +97,8 @@ impl Failure {
 
     fn error(&self) -> Error {
         let kind = KINDS.get(usize::from(self.kind));
-        Error::remote(kind.copied().unwrap_or(ErrorKind::File), self.text.clone())
+        let kind = kind.copied().unwrap_or(ErrorKind::File);
+        Error::with(kind, self.text.clone(), None)
     }
 }
 

@@ -46,11 +46,6 @@ impl Error {
         Self::with(ErrorKind::Comm, what, Some(cause.into()))
     }
 
-    /// The failure of another rank.
-    pub(crate) fn remote(kind: ErrorKind, message: String) -> Self {
-        Self::with(kind, message, None)
-    }
-
     /// The same in other words.
     pub(crate) fn with_message(self, message: String) -> Self {
         Error { message, ..self }
@@ -64,7 +59,7 @@ impl Error {
         }
     }
 
-    fn with(kind: ErrorKind, message: impl Into<String>, source: Option<Cause>) -> Self {
+    pub(crate) fn with(kind: ErrorKind, message: impl Into<String>, source: Option<Cause>) -> Self {
         Error {
             kind,
             message: message.into(),

@@ -379,7 +379,7 @@ pub struct GlobalGrads {
     skipped: u64,
     accumulates: bool,
     /// Sums over ranks that were not taken yet.
-    pending: bool,
+    pub(crate) pending: bool,
 }
 
 impl GlobalGrads {
@@ -417,12 +417,6 @@ impl GlobalGrads {
             self.not_finite = None;
         }
     }
-
-    /// A backward pass ran, even if it met no parameter.
-    pub(crate) fn mark_pending(&mut self) {
-        self.pending = true;
-    }
-
     pub(crate) fn is_accumulating(&self) -> bool {
         self.accumulates
     }

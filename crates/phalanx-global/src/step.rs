@@ -132,11 +132,6 @@ impl<'a> GlobalStep<'a> {
     pub(crate) fn is_automatic(&self) -> bool {
         self.automatic.get()
     }
-
-    pub(crate) fn has_leaves(&self) -> bool {
-        self.leaves.get()
-    }
-
     /// Refuses an operation with parameters on another placement than theirs.
     pub(crate) fn check_parameters(&self, operation: &str) -> Result<()> {
         let own = self.params.placement();

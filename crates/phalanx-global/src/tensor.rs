@@ -301,7 +301,7 @@ impl<'s> Global<'s> {
         // Of a whole loss the gradient is partial: the first rank's.
         let at = step.placement().coordinates();
         let counts = (0..mesh.len()).all(|d| self.layout.sbp()[d].is_partial() || at[d] == 0);
-        let (seed, factor) = match grads.is_accumulating() || step.has_leaves() {
+        let (seed, factor) = match grads.is_accumulating() || step.leaves.get() {
             true => (1.0, 1.0),
             false => (parts as f32, 1.0 / parts as f32),
         };
@@ -314,7 +314,7 @@ impl<'s> Global<'s> {
             params: step.params(),
         };
         self.local.backward_with(&seeds, &mut sink)?;
-        grads.mark_pending();
+        grads.pending = true;
         if !grads.is_accumulating() {
             grads.sum_scaled(step.params(), factor)?;
         }

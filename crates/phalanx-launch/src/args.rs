@@ -11,7 +11,7 @@ use super::place::{Env, Node};
 use super::program::{Interpretation, Program};
 use super::streams::{StreamChoice, Streams};
 use super::torchrun::{self, TorchrunOptions, VisibleDevices};
-use crate::error::{Error, Result};
+use crate::error::{Result, refuse};
 use crate::flags::LaunchCli;
 use crate::stop;
 
@@ -132,9 +132,7 @@ impl LaunchArgs {
         ] {
             if text.is_some_and(|t| t.is_empty() || t.len() > 200 || t.contains(['/', '\0', '\n']))
             {
-                return Err(Error::usage(format!(
-                    "{name} must be 1 to 200 characters without / and line breaks"
-                )));
+                refuse!("{name} must be 1 to 200 characters without / and line breaks");
             }
         }
         let streams = |flag, typed| {
@@ -167,12 +165,12 @@ impl LaunchArgs {
 /// Checks `--evict-after`.
 pub fn check_evict_after(after: Duration, is_elastic: bool) -> Result<()> {
     match is_elastic {
-        _ if after < SHORTEST_EVICTION => Err(Error::usage(
-            "--evict-after must be at least 1 second: ranks wait for each other in every step",
-        )),
-        false => Err(Error::usage(
-            "--evict-after kills a rank, and the job continues without it: add --elastic",
-        )),
+        _ if after < SHORTEST_EVICTION => refuse!(
+            "--evict-after must be at least 1 second: ranks wait for each other in every step"
+        ),
+        false => {
+            refuse!("--evict-after kills a rank, and the job continues without it: add --elastic")
+        }
         true => Ok(()),
     }
 }

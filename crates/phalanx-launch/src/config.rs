@@ -13,7 +13,7 @@ use phalanx_process::error_file::ERRORS_VARIABLE;
 use serde_json::Value;
 
 use crate::contract::ARGUMENTS_FILE_VARIABLE;
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, refuse};
 use crate::place::real_env;
 use crate::unknown::take_unknown;
 use crate::words::{Flag, dashed, find, flags};
@@ -98,8 +98,7 @@ fn configure(command: &Command, of_one_run: &[&str], words: &mut Vec<OsString>) 
     let mut more = Vec::new();
     for (name, value) in read(command, of_one_run, Path::new(path))? {
         let Some(arg) = find(command, &name) else {
-            let what = format!("{path}: {} has no flag --{name}", command.get_name());
-            return Err(Error::usage(what));
+            refuse!("{path}: {} has no flag --{name}", command.get_name());
         };
         let excludes = |one: &Arg, other: &Arg| {
             let all = command.get_arg_conflicts_with(one);
@@ -141,7 +140,7 @@ fn check_text(whole: &Command, command: &Command, words: &[OsString]) -> Result<
         let flag_at = at.saturating_sub(usize::from(name(at).is_none()));
         if is_refused(command, &words[flag_at..=at]) {
             let shown = words[flag_at..=at].join(OsStr::new(" "));
-            return Err(Error::usage(format!("{} is not UTF-8", shown.display())));
+            refuse!("{} is not UTF-8", shown.display());
         }
     }
     Ok(())
@@ -161,8 +160,7 @@ fn read(command: &Command, of_one_run: &[&str], path: &Path) -> Result<Vec<Flag>
         let run: Value = serde_json::from_str(&text)
             .map_err(|error| Error::usage(format!("{shown} is not JSON")).caused_by(error))?;
         let Some(words) = run["arguments"].as_array() else {
-            let what = format!("{shown} has no \"arguments\", as the run.json of a run has");
-            return Err(Error::usage(what));
+            refuse!("{shown} has no \"arguments\", as the run.json of a run has");
         };
         let words = words.iter().filter_map(Value::as_str);
         let mut all = flags(words.map(ToOwned::to_owned));
@@ -181,18 +179,16 @@ fn read(command: &Command, of_one_run: &[&str], path: &Path) -> Result<Vec<Flag>
         let (flag, value) = line.split_once(['=', ' ']).unwrap_or((line, ""));
         let (_, name, _) = dashed(flag.into());
         let Some(name) = name else {
-            let what = format!(
+            refuse!(
                 "{shown}:{}: a line is a flag: --FLAG or --FLAG VALUE",
                 at + 1
             );
-            return Err(Error::usage(what));
         };
         let value = Some(value.trim().to_owned()).filter(|value| !value.is_empty());
         if value.is_some()
             && find(command, &name).is_some_and(|arg| !arg.get_action().takes_values())
         {
-            let what = format!("{shown}:{}: --{name} has no value", at + 1);
-            return Err(Error::usage(what));
+            refuse!("{shown}:{}: --{name} has no value", at + 1);
         }
         all.push((name, value));
     }

@@ -214,15 +214,13 @@ impl ShutdownState {
         if self.elastic && is_loss && is_left {
             return Action::Lose(rank);
         }
-        match (end.is_ok(), end.is_secondary(), self.phase) {
-            (true, ..) => Action::None,
-            (false, false, _) => self.stop(StopCause::Rank(rank), now),
-            (false, true, Phase::Running) => {
-                self.phase = Phase::Deciding { since: now };
-                Action::None
-            }
-            (false, true, _) => Action::None,
+        if !end.is_ok() && !end.is_secondary() {
+            return self.stop(StopCause::Rank(rank), now);
         }
+        if !end.is_ok() && matches!(self.phase, Phase::Running) {
+            self.phase = Phase::Deciding { since: now };
+        }
+        Action::None
     }
 
     /// This launcher got a signal to stop.

@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 use phalanx_base::files::{as_typed, open_regular};
 
 use super::place::{Env, text};
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, refuse};
 
 /// How PROGRAM is started.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -76,12 +76,10 @@ impl Interpretation {
     /// Usage, for flags that contradict each other and without a program.
     pub fn command(self, words: &[OsString], env: &Env) -> Result<Program> {
         let Some((first, rest)) = words.split_first() else {
-            return Err(Error::usage("no program to launch"));
+            refuse!("no program to launch");
         };
         if self.module && self.no_python && !self.run_path {
-            return Err(Error::usage(
-                "--module and --no-python contradict each other; give one of them",
-            ));
+            refuse!("--module and --no-python contradict each other; give one of them");
         }
         let is_script = self.run_path
             || !self.module && !self.no_python && first.as_encoded_bytes().ends_with(b".py");
@@ -110,7 +108,7 @@ impl Interpretation {
 fn find_program(program: &OsStr, path: Option<&str>) -> Result<()> {
     let shown = program.display();
     if program.is_empty() {
-        return Err(Error::usage("the program's name is empty"));
+        refuse!("the program's name is empty");
     }
     if program.as_encoded_bytes().contains(&b'/') {
         let file = Path::new(program);

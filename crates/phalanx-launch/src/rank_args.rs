@@ -24,7 +24,7 @@ use rustix::process::{Resource, getrlimit};
 use crate::args::check_evict_after;
 use crate::contract::{ELASTIC_VARIABLE, JOIN_VARIABLE, STARTED_VARIABLE};
 use crate::engine::{self, Agreement, RendezvousResources};
-use crate::error::{Error, ErrorKind, Result, check_count};
+use crate::error::{Error, ErrorKind, Result, check_count, refuse};
 use crate::flags::{RankArgs, TransportArg};
 use crate::place::{self, Env, Node, Place, Process, real_env};
 use crate::plan::LaunchPlan;
@@ -187,18 +187,16 @@ impl RankArgs {
             if Duration::try_from_secs_f64(seconds).is_ok_and(|d| !d.is_zero()) {
                 continue;
             }
-            return Err(Error::usage(format!(
-                "{flag} must be a number of seconds above 0"
-            )));
+            refuse!("{flag} must be a number of seconds above 0");
         }
         if let Some(seconds) = self.evict_after {
             let after = Duration::try_from_secs_f64(seconds).unwrap_or_default();
             check_evict_after(after, self.is_elastic())?;
             if seconds >= self.timeout {
-                return Err(Error::usage(format!(
+                refuse!(
                     "--evict-after {seconds} is not less than --timeout {}, after which the other ranks give up",
                     self.timeout
-                )));
+                );
             }
         }
         Ok(())
@@ -240,9 +238,9 @@ pub enum PrintingRanks {
 /// A usage error unless this number of ranks can share the memory of one host.
 pub fn check_local_ranks(flag: &str, value: usize) -> Result<()> {
     if value > MAX_LOCAL_RANKS {
-        return Err(Error::usage(format!(
+        refuse!(
             "{flag} can be at most {MAX_LOCAL_RANKS}, not {value}: no more ranks can share the memory of one host"
-        )));
+        );
     }
     check_count(flag, value, MAX_LOCAL_RANKS)
 }
@@ -275,9 +273,9 @@ pub fn run(
     // With a limit, the launcher must survive to report a rank that got no memory.
     let is_limited = getrlimit(Resource::As).current.is_some();
     if args.transport == TransportArg::Thread && (elastic || args.max_restarts > 0) {
-        return Err(Error::usage(
-            "--elastic and --max-restarts are for ranks that are processes; leave out --transport thread",
-        ));
+        refuse!(
+            "--elastic and --max-restarts are for ranks that are processes; leave out --transport thread"
+        );
     }
     if args.transport == TransportArg::Thread {
         let why = match (&args.nodes.live, is_one_node) {
@@ -297,10 +295,10 @@ pub fn run(
         meeting.timeout = Duration::from_secs_f64(args.init_timeout);
         let lost_after = meeting.lost_after.as_secs_f64();
         if elastic && lost_after >= args.timeout {
-            return Err(Error::usage(format!(
+            refuse!(
                 "--lost-after {lost_after} is not less than --timeout {}, after which the other ranks give up",
                 args.timeout
-            )));
+            );
         }
     }
     let own = std::env::args_os().skip(1).collect();
@@ -389,10 +387,10 @@ fn as_launched_rank(
         TransportArg::Shm => Transport::Shm,
         TransportArg::Tcp => Transport::Tcp,
         TransportArg::Thread => {
-            return Err(Error::usage(
+            refuse!(
                 "--transport thread runs all ranks in one process, but a launcher started this one as a rank of \
-                 several; use auto, shm or tcp",
-            ));
+                 several; use auto, shm or tcp"
+            );
         }
     };
     let threads = args.threads_of(Some(place), place.local_world.unwrap_or(1))?;

@@ -8,7 +8,7 @@ use std::ffi::{OsStr, OsString};
 use signal_hook::consts::{FORBIDDEN, SIGHUP, SIGINT, SIGQUIT, SIGTERM};
 
 use super::place::{Env, text};
-use crate::error::{Error, Result};
+use crate::error::{Result, refuse};
 use crate::stop::signal_name;
 
 /// The signals that end the job by default.
@@ -179,10 +179,10 @@ impl VisibleDevices {
             None => (0..local_ranks).map(|rank| rank.to_string()).collect(),
         };
         if devices.len() < local_ranks {
-            return Err(Error::usage(format!(
+            refuse!(
                 "--virtual-local-rank needs a device for each of the {local_ranks} ranks, and {name} has {}",
                 devices.len()
-            )));
+            );
         }
         Ok(VisibleDevices {
             devices,
@@ -272,7 +272,7 @@ mod tests {
             let devices = VisibleDevices::new(&env(pairs), ranks)?;
             let variables = devices.variables(local).into_iter();
             let variables = variables.map(|(n, v)| format!("{}={}", n.display(), v.display()));
-            Ok::<_, Error>(variables.collect::<Vec<_>>().join(" "))
+            Ok::<_, crate::error::Error>(variables.collect::<Vec<_>>().join(" "))
         };
         assert_eq!(
             of(&[], 2, 1).unwrap(),

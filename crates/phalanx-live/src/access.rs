@@ -90,7 +90,8 @@ impl Access {
             ));
         }
         let secret = &self.secret;
-        let name = self.cookie_name();
+        // Cookies are shared by all ports of a host.
+        let name = format!("phalanx-live-{}", self.port);
         let mut cookies = headers
             .get_all(COOKIE)
             .iter()
@@ -114,11 +115,6 @@ impl Access {
             }),
             _ => Err((StatusCode::FORBIDDEN, NO_SECRET)),
         }
-    }
-
-    /// Cookies are shared by all ports of a host.
-    fn cookie_name(&self) -> String {
-        format!("phalanx-live-{}", self.port)
     }
 
     /// Whether a `Host` header names this machine.

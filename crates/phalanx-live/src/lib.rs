@@ -27,7 +27,7 @@ use std::thread;
 use std::time::Duration;
 
 use phalanx_base::address::Address;
-use phalanx_base::error::{Error, ErrorKind, Result};
+use phalanx_base::error::{Error, ErrorKind, Result, refuse};
 
 use self::access::Access;
 use self::follower::Follower;
@@ -71,7 +71,7 @@ impl Page {
     /// `Usage`, if there is no such folder, or it cannot listen there; `System` without threads or random numbers.
     pub fn of_runs(address: &Address, folder: &Path) -> Result<Page> {
         if !folder.is_dir() {
-            return Err(Error::usage(format!("no folder {}", folder.display())));
+            refuse!("no folder {}", folder.display());
         }
         let hub = Arc::default();
         let (folder, shown) = (folder.to_owned(), Arc::clone(&hub));

@@ -1,5 +1,6 @@
 //! Errors of the engine: those of all crates, `phalanx_base::Error`.
 
+pub(crate) use phalanx_base::refuse;
 pub use phalanx_base::{Error, ErrorKind, Result};
 
 /// An error of what the engine called: `message` has the text of `cause`, whose kind it takes.

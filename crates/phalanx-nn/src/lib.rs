@@ -59,6 +59,7 @@ mod tape;
 mod tensor;
 mod value;
 
+use error::refuse;
 pub use error::{Error, ErrorKind, Result};
 pub use losses::Reduction;
 pub use ops::custom::{Computed, ComputedBackward, CustomOp, TakeGradient};

@@ -3,7 +3,7 @@
 pub use crate::ops::cross_entropy::CrossEntropyOptions;
 pub use crate::ops::element_loss::Reduction;
 pub use crate::ops::nll::IGNORE_LABEL;
-use crate::{Error, Result, Tensor, Value};
+use crate::{Result, Tensor, Value, refuse};
 
 impl<'s> Tensor<'s> {
     /// [`log_softmax`](Tensor::log_softmax), then [`nll_loss`](Tensor::nll_loss).
@@ -32,11 +32,11 @@ impl<'s> Tensor<'s> {
     ) -> Result<Tensor<'s>> {
         let cosine = self.cosine_similarity(other, 1)?;
         if cosine.shape() != [alike.len()] {
-            return Err(Error::usage(format!(
+            refuse!(
                 "cosine_embedding_loss: {} labels for pairs of shape {:?}",
                 alike.len(),
                 cosine.shape()
-            )));
+            );
         }
         let near = cosine.share().scale(-1.0)?.add_scalar(1.0)?;
         let far = cosine.add_scalar(-margin)?.relu()?;

@@ -144,7 +144,13 @@ impl Clock {
     pub(crate) fn forward(&mut self, operation: &'static str, param: Option<ParamId>) {
         let now = Instant::now();
         let began = self.last.replace(now).unwrap_or(now);
-        self.add(operation, param, false, began, now);
+        self.taken.push(Taken {
+            operation,
+            param,
+            backward: false,
+            began,
+            time: now.saturating_duration_since(began),
+        });
     }
 
     /// The backward pass of an operation, which began then, is over.
@@ -154,23 +160,12 @@ impl Clock {
         param: Option<ParamId>,
         began: Instant,
     ) {
-        self.add(operation, param, true, began, Instant::now());
-    }
-
-    fn add(
-        &mut self,
-        operation: &'static str,
-        param: Option<ParamId>,
-        backward: bool,
-        began: Instant,
-        ended: Instant,
-    ) {
         self.taken.push(Taken {
             operation,
             param,
-            backward,
+            backward: true,
             began,
-            time: ended.saturating_duration_since(began),
+            time: began.elapsed(),
         });
     }
 

@@ -6,7 +6,7 @@ use crate::ops::{
     Act, Activation, AvgPool2dOptions, BatchNormOptions, Conv2dOptions, MaxPool2dOptions,
 };
 use crate::param::ParamId;
-use crate::{Error, Result, Step, Tensor};
+use crate::{Result, Step, Tensor, refuse};
 
 /// Provided methods that apply one function to every element.
 macro_rules! functions {
@@ -137,9 +137,7 @@ pub trait Value<'s>: Sized {
         for value in values {
             let mut shape = value.shape();
             if dim > shape.len() {
-                return Err(Error::usage(format!(
-                    "stack along dimension {dim} of values of shape {shape:?}"
-                )));
+                refuse!("stack along dimension {dim} of values of shape {shape:?}");
             }
             shape.insert(dim, 1);
             all.push(value.reshape(&shape)?);
@@ -155,9 +153,7 @@ pub trait Value<'s>: Sized {
         let shape = self.shape();
         let total = sizes.iter().try_fold(0usize, |sum, &n| sum.checked_add(n));
         if total.is_none() || total != shape.get(dim).copied() {
-            return Err(Error::usage(format!(
-                "split of shape {shape:?} into sizes {sizes:?} along dimension {dim}"
-            )));
+            refuse!("split of shape {shape:?} into sizes {sizes:?} along dimension {dim}");
         }
         let mut end = 0;
         let part = |&n: &usize| {
@@ -175,9 +171,7 @@ pub trait Value<'s>: Sized {
     fn chunk(self, parts: usize, dim: usize) -> Result<Vec<Self>> {
         let shape = self.shape();
         let (Some(&n), 1..) = (shape.get(dim), parts) else {
-            return Err(Error::usage(format!(
-                "chunk of shape {shape:?} into {parts} parts along dimension {dim}"
-            )));
+            refuse!("chunk of shape {shape:?} into {parts} parts along dimension {dim}");
         };
         let each = n.div_ceil(parts).max(1);
         let sizes = (0..n.max(1)).step_by(each).map(|at| each.min(n - at));
@@ -310,7 +304,7 @@ pub trait Value<'s>: Sized {
     /// `Usage` for a value without dimensions.
     fn log_softmax(self) -> Result<Self> {
         let Some(last) = self.shape().len().checked_sub(1) else {
-            return Err(Error::usage("log_softmax of a value without dimensions"));
+            refuse!("log_softmax of a value without dimensions");
         };
         self.log_softmax_dim(last)
     }
@@ -322,9 +316,7 @@ pub trait Value<'s>: Sized {
     fn transpose(self, a: usize, b: usize) -> Result<Self> {
         let shape = self.shape();
         if a.max(b) >= shape.len() {
-            return Err(Error::usage(format!(
-                "transpose of dimensions {a} and {b} of shape {shape:?}"
-            )));
+            refuse!("transpose of dimensions {a} and {b} of shape {shape:?}");
         }
         let mut order: Vec<usize> = (0..shape.len()).collect();
         order.swap(a, b);
@@ -353,7 +345,7 @@ impl<'s> Value<'s> for Tensor<'s> {
 
     fn concat(values: Vec<Self>, dim: usize) -> Result<Self> {
         let Some(first) = values.first() else {
-            return Err(Error::usage("concat of no tensors"));
+            refuse!("concat of no tensors");
         };
         first.step().concat(values, dim)
     }
@@ -393,9 +385,7 @@ pub(crate) enum Mask<V> {
 /// it.
 pub(crate) fn last_causal_mask<'s, V: Value<'s>>(of: &V, queries: usize, keys: usize) -> Result<V> {
     let Some(before) = keys.checked_sub(queries) else {
-        return Err(Error::usage(format!(
-            "causal attention of {queries} queries to only {keys} keys"
-        )));
+        refuse!("causal attention of {queries} queries to only {keys} keys");
     };
     let above = |i: usize| i % keys > i / keys + before;
     let closed = |i| if above(i) { f32::NEG_INFINITY } else { 0.0 };
@@ -413,14 +403,10 @@ pub(crate) fn attend_stepwise<'s, V: Value<'s>>(
 ) -> Result<V> {
     let shape = q.shape();
     let &[n, l, width] = &*shape else {
-        return Err(Error::usage(format!(
-            "attention needs (N, L, E), got shape {shape:?}"
-        )));
+        refuse!("attention needs (N, L, E), got shape {shape:?}");
     };
     if heads == 0 || !width.is_multiple_of(heads) {
-        return Err(Error::usage(format!(
-            "{heads} heads do not divide a width of {width}"
-        )));
+        refuse!("{heads} heads do not divide a width of {width}");
     }
     let each = width / heads;
     let mask = match mask {

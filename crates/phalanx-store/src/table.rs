@@ -212,11 +212,10 @@ impl Table {
                 change(key);
                 Response::Done
             }
-            Request::TryGet { key } => self.value(key),
             Request::Get { key, .. } | Request::GetNumbered { key, .. } if !self.contains(key) => {
                 Response::Missing(vec![key.to_owned()])
             }
-            Request::Get { key, .. } => self.value(key),
+            Request::TryGet { key } | Request::Get { key, .. } => self.value(key),
             Request::GetNumbered { key, .. } => self.numbered(key).1,
             Request::Wait { ref keys, .. } => match self.missing(keys.iter().copied()) {
                 missing if missing.is_empty() => Response::Done,

@@ -5,7 +5,7 @@ use std::path::Path;
 use phalanx_base::env::Env;
 use phalanx_base::say;
 
-use crate::{Error, Result, Tracker, Wandb};
+use crate::{Result, Tracker, Wandb, refuse};
 
 /// The flags of trackers, for every training program.
 #[derive(Debug, Clone, Default, clap::Args)]
@@ -109,8 +109,7 @@ pub fn is_object_store(url: &str) -> bool {
 /// The copy at `url`.
 pub(crate) fn store(url: &str) -> Result<Box<dyn Tracker + Send>> {
     if !is_object_store(url) {
-        let what = format!("--output-url {url}: give s3://BUCKET/PREFIX or gs://BUCKET/PREFIX");
-        return Err(Error::usage(what));
+        refuse!("--output-url {url}: give s3://BUCKET/PREFIX or gs://BUCKET/PREFIX");
     }
     #[cfg(feature = "object-store")]
     return Ok(Box::new(crate::RunCopy::new(url)?));
@@ -125,9 +124,9 @@ pub(crate) fn store(url: &str) -> Result<Box<dyn Tracker + Send>> {
 pub(crate) fn mlflow(uri: Option<&str>, env: &Env) -> Result<Box<dyn Tracker + Send>> {
     // It would be seen by all users of the host, and be kept in `run.json`.
     if uri.is_some_and(|uri| uri.contains('@')) {
-        return Err(Error::usage(
-            "the address of the MLflow server has a user or password, which other users could read; set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD",
-        ));
+        refuse!(
+            "the address of the MLflow server has a user or password, which other users could read; set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD"
+        );
     }
     #[cfg(feature = "mlflow")]
     return Ok(Box::new(crate::Mlflow::new(uri, env)?));

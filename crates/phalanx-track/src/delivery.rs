@@ -14,7 +14,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
 use crate::follow::{Follow, Position, RUN_FILE, Record, id_of};
-use crate::{Error, ErrorKind, Result, Tracker};
+use crate::{Error, ErrorKind, Result, Tracker, refuse};
 
 /// The name of the tracker that keeps a copy in an object store.
 pub(crate) const STORE: &str = "store";
@@ -121,7 +121,7 @@ impl Courier {
     /// Gives the next records; whether there were any.
     fn step(&mut self) -> Result<bool> {
         if !Dir::open(&self.dir)?.is_at(&self.lock, &lock_of(self.tracker.name())) {
-            return Err(Error::usage("another process delivers the run now"));
+            refuse!("another process delivers the run now");
         }
         if self.pending.is_empty() {
             self.pending = batches(self.follow.poll()?);

@@ -248,7 +248,6 @@ impl Follow {
         // Up to where one of them has to be read on: what comes next there may come before the other's.
         loop {
             let next = match (metrics.lines.front(), events.lines.front()) {
-                (None, None) => break,
                 (Some(_), None) if !events.has_more => true,
                 (None, Some(_)) if !metrics.has_more => false,
                 (None, _) | (_, None) => break,

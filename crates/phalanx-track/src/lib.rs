@@ -44,6 +44,7 @@ pub use ending::{Ending, deliver_rest, record_end, record_unseen_end};
 pub use follow::{EVENTS_FILE, Follow, METRICS_FILE, Position, RUN_FILE, Record, SUMMARY_FILE};
 #[cfg(feature = "mlflow")]
 pub use mlflow::Mlflow;
+use phalanx_base::error::refuse;
 pub use phalanx_base::error::{Error, ErrorKind, Result};
 #[cfg(feature = "object-store")]
 pub use store::RunCopy;

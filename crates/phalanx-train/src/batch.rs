@@ -79,11 +79,6 @@ impl<D: Dataset + ?Sized> Source<D> {
         batch
     }
 
-    /// The place of the first micro-batch of the epoch's step `index` in the plan.
-    fn micro_batch(&self, index: usize) -> usize {
-        (index - self.first) * self.plan.parts()
-    }
-
     /// Sizes of this rank's micro-batches in the epoch's step `index`, and those of the step over all ranks.
     fn sizes(&self, index: usize) -> (Vec<usize>, GlobalBatch) {
         self.split.sizes(&self.plan, index - self.first)
@@ -266,7 +261,7 @@ impl<D: Dataset + ?Sized> StepBatch<'_, D> {
     /// Goes to its first micro-batch, past those of steps that were not taken.
     pub(crate) fn seek(&self) -> Result<()> {
         let mut source = self.source.borrow_mut();
-        let first = source.micro_batch(self.index());
+        let first = (self.index() - source.first) * source.plan.parts();
         while source.taken < first {
             let _ = source.next()?;
         }

@@ -6,7 +6,7 @@ use std::fmt;
 use phalanx_checkpoint::state::Place;
 use serde::{Deserialize, Serialize};
 
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, refuse};
 use crate::evaluation::Evaluation;
 use crate::format::{plural, rounded};
 
@@ -293,11 +293,11 @@ impl Best {
             let values = evaluation.values.keys().map(|name| &**name);
             let accuracy = (evaluation.confusion.classes() > 0).then_some(ACCURACY);
             let known: Vec<&str> = accuracy.into_iter().chain([LOSS]).chain(values).collect();
-            return Err(Error::usage(format!(
+            refuse!(
                 ".best(\"{by}\"): the evaluation has no {}; it has {}",
                 by.metric,
                 known.join(", ")
-            )));
+            );
         };
         let name = by.to_string();
         let before = self.best.as_ref().filter(|best| best.by == name);

@@ -11,7 +11,7 @@ use phalanx_nn::optim::Optimizer;
 use phalanx_nn::{Params, Scope};
 
 use crate::args::Settings;
-use crate::error::{Error, ErrorKind, Result};
+use crate::error::{Error, ErrorKind, Result, refuse};
 use crate::run::{About, Run};
 use crate::trainer::{TrainerBuilder, Trainings};
 use phalanx_member::RankContext;
@@ -159,8 +159,7 @@ impl<'a> Job<'a> {
     /// Usage, naming the flag or what is in the folder's way; peers that are lost.
     pub fn run(&self, about: About) -> Result<Run<'a>> {
         if !self.trainings.folders.borrow_mut().insert(String::new()) {
-            let what = "an earlier trainer or run of this program has written into its folder";
-            return Err(Error::usage(what));
+            refuse!("an earlier trainer or run of this program has written into its folder");
         }
         Run::start((self.ctx, self.settings), self.name, about)
     }

@@ -7,7 +7,7 @@ use phalanx_ddp::DistributedDataParallel;
 use phalanx_nn::{ParamId, Params};
 use serde::{Deserialize, Serialize};
 
-use crate::error::{Error, Result};
+use crate::error::{Result, refuse};
 use crate::update::Update;
 
 /// One of a training's groups of parameters. The first has all that are in no other.
@@ -64,13 +64,13 @@ pub(crate) fn split(params: &Params, names: &[&str]) -> Result<Vec<Vec<ParamId>>
     }
     match groups.iter().position(Vec::is_empty) {
         None => Ok(groups),
-        Some(0) => Err(Error::usage(
-            "optimizer_of: no parameter is left for the optimizer that the trainer was made with",
-        )),
-        Some(i) => Err(Error::usage(format!(
+        Some(0) => refuse!(
+            "optimizer_of: no parameter is left for the optimizer that the trainer was made with"
+        ),
+        Some(i) => refuse!(
             "optimizer_of(\"{0}\"): no further parameter's name begins with \"{0}.\"",
             names[i - 1]
-        ))),
+        ),
     }
 }
 

@@ -8,7 +8,7 @@ use phalanx_nn::{Step, Tensor};
 use phalanx_report::image;
 use serde::{Deserialize, Serialize};
 
-use crate::error::{Error, Result};
+use crate::error::{Result, refuse};
 use crate::trainer::Trainer;
 
 const FILE: &str = "predictions.jsonl";
@@ -114,8 +114,7 @@ impl Predictions {
                 trainer.infer(|net, step| Ok(forward(net, step, &inputs, shape)?.to_vec()))?;
             if scores.is_empty() || scores.len() % labels.len() > 0 {
                 let (scores, images) = (scores.len(), labels.len());
-                let what = format!("predictions: {scores} scores for {images} images");
-                return Err(Error::usage(what));
+                refuse!("predictions: {scores} scores for {images} images");
             }
             if !self.has_pictures {
                 images.extend_from_slice(&inputs);

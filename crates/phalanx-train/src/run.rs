@@ -12,7 +12,7 @@ use serde_json::{Map, Value, json};
 use crate::args::Settings;
 use crate::best::{Best, BestMeasure, EarlyStopping};
 use crate::deliveries::Deliveries;
-use crate::error::{Error, Result};
+use crate::error::{Result, refuse};
 use crate::evaluation::Evaluation;
 use crate::folder::{Files, Output, RunDir, default_output_dir};
 use crate::log::{RunInfo, RunLog};
@@ -98,8 +98,9 @@ impl<'j> Run<'j> {
     ) -> Result<Run<'j>> {
         let saving = &settings.saving;
         if saving.enabled() || ctx.elastic.is_some() {
-            let what = "--save-every, --stop-after, --resume and --elastic are for programs with a Trainer";
-            return Err(Error::usage(what));
+            refuse!(
+                "--save-every, --stop-after, --resume and --elastic are for programs with a Trainer"
+            );
         }
         let dir = settings.output_dir.clone();
         let dir = ctx.folder_of_rank_0(dir.unwrap_or_else(|| default_output_dir(program)))?;

@@ -14,7 +14,7 @@ use rustix::io::Errno;
 use rustix::process::geteuid;
 
 use super::{create_folder, kind_of};
-use crate::{Error, Result};
+use crate::{Error, Result, refuse};
 
 /// Size of the write buffer.
 const WRITE_BUFFER_BYTES: usize = 1 << 20;
@@ -312,11 +312,11 @@ impl Dir {
         let failed = |e| Error::io("cannot open", &self.at(name), e);
         let about = file.metadata().map_err(failed)?;
         if about.uid() != geteuid().as_raw() {
-            return Err(Error::usage(format!(
+            refuse!(
                 "{} belongs to another user (uid {}); remove it if it is not needed",
                 self.at(name).display(),
                 about.uid()
-            )));
+            );
         }
         if about.mode() & 0o077 != 0 {
             // Created by an older version.
@@ -367,10 +367,10 @@ impl Dir {
         }
         // Writing would change a file of another folder.
         if about.nlink() > 1 {
-            return Err(Error::usage(format!(
+            refuse!(
                 "{} has another name too (a hard link); remove it or copy it",
                 self.at(name).display()
-            )));
+            );
         }
         Ok(file)
     }

@@ -15,7 +15,7 @@ use rustix::process::geteuid;
 pub use dir::Dir;
 pub use lock::{ask_lock, lock_holder, try_lock};
 
-use crate::{Error, Result};
+use crate::{Error, Result, refuse};
 
 /// Atomically writes `bytes` to `path`: a reader, also after a power failure, finds the old
 /// file or the new one.
@@ -49,10 +49,7 @@ pub fn atomic_write_with(
         return fill(&mut out).and_then(|()| out.flush()).map_err(failed);
     }
     let Some(name) = path.file_name() else {
-        return Err(Error::usage(format!(
-            "{} does not name a file",
-            path.display()
-        )));
+        refuse!("{} does not name a file", path.display());
     };
     let dir = Dir::try_open(&folder_of(path)).map_err(failed)?;
     dir.write(name, fill)
@@ -97,11 +94,11 @@ fn target(path: &Path, action: &str) -> Result<PathBuf> {
             return Ok(at);
         }
         if about.uid() != geteuid().as_raw() && about.uid() != 0 {
-            return Err(Error::usage(format!(
+            refuse!(
                 "{} is a symbolic link of another user (uid {}), which is not followed",
                 at.display(),
                 about.uid()
-            )));
+            );
         }
         let next = fs::read_link(&at).map_err(|e| Error::io(action, path, e))?;
         let next = folder_of(&at).join(next);
@@ -208,12 +205,11 @@ pub fn read_open(path: &Path, file: File, most_bytes: u64) -> Result<Vec<u8>> {
     let about = file.metadata().map_err(failed)?;
     let kind = FileType::from_raw_mode(about.mode());
     if kind != FileType::RegularFile {
-        let what = format!(
+        refuse!(
             "{} is {}, expected a regular file",
             path.display(),
             kind_of(kind)
         );
-        return Err(Error::usage(what));
     }
     // A sparse file may have any length.
     let room = about.len().min(most_bytes).min(64 << 20);

@@ -10,7 +10,7 @@ use phalanx_comm::{Bucket, ProcessGroup, ReduceOp};
 use serde_json::json;
 
 use super::memory;
-use crate::error::{Error, ErrorKind, Result};
+use crate::error::{Error, ErrorKind, Result, refuse};
 use crate::format;
 use crate::launch;
 use crate::units::{ByteSize, time};
@@ -96,11 +96,6 @@ impl Op {
         }
     }
 
-    /// Whether numbers are added.
-    fn sums(self) -> bool {
-        matches!(self, Op::AllReduce | Op::Reduce | Op::ReduceScatter)
-    }
-
     /// Whether ranks have parts besides the whole.
     fn has_parts(self) -> bool {
         matches!(self, Op::AllGather | Op::ReduceScatter | Op::AllToAll)
@@ -142,11 +137,12 @@ const TARGET: Duration = Duration::from_secs(1);
 /// A failed collective, or a wrong result.
 pub fn run_rank(ctx: &RankContext, op: Op, args: &CollectiveArgs) -> Result<()> {
     let transport = ctx.transport();
+    let adds = matches!(op, Op::AllReduce | Op::Reduce | Op::ReduceScatter);
     if ctx.is_main() && !args.json {
         ctx.line(&format!(
             "{}{}, {}, {transport}{}\n{:>12} {:>8} {:>12} {:>12} {:>12} {:>11} {:>11}",
             op.name(),
-            if op.sums() { " f32 sum" } else { "" },
+            if adds { " f32 sum" } else { "" },
             format::plural(ctx.world(), "rank"),
             if args.registered { ", registered" } else { "" },
             "bytes",
@@ -289,10 +285,10 @@ impl<'a> Run<'a> {
         let buckets = [&self.whole, &self.other, &self.part];
         let missing = |b: &&Bucket<f32>| !b.is_empty() && !b.is_registered();
         if self.registered && buckets.iter().any(missing) {
-            return Err(Error::usage(
+            refuse!(
                 "there are no registered buckets here: they need two or more ranks, all on one host and linked by \
-                 shared memory (or as threads), and address space; leave out --registered",
-            ));
+                 shared memory (or as threads), and address space; leave out --registered"
+            );
         }
         Ok(())
     }

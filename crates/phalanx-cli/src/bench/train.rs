@@ -18,7 +18,7 @@ use phalanx_launch::RankArgs;
 use phalanx_recipes::{NETWORKS, Network};
 use serde_json::json;
 
-use crate::error::{Error, Result};
+use crate::error::{Result, refuse};
 
 /// What is timed, with its line of help.
 fn timed() -> impl Iterator<Item = (Timed, &'static str)> {
@@ -203,22 +203,22 @@ impl TrainBenchArgs {
         // The order of all samples is made before the first step.
         let steps = self.steps.saturating_add(self.warmup);
         if steps.saturating_mul(self.batch) > 1 << 26 {
-            return Err(Error::usage(format!(
+            refuse!(
                 "{steps} steps of {} samples are too many; use fewer --steps",
                 self.batch
-            )));
+            );
         }
         if self.recompute && !self.recipe.has_blocks() {
             let others = timed().filter(|(recipe, _)| recipe.has_blocks());
             let others: Vec<&str> = others.map(|(recipe, _)| recipe.name).collect();
-            return Err(Error::usage(format!(
+            refuse!(
                 "--recompute: the {} has no blocks to recompute; use one of {}",
                 self.recipe.title,
                 others.join(", ")
-            )));
+            );
         }
         if self.warmup > 1 << 30 {
-            return Err(Error::usage("--warmup can be at most 1073741824"));
+            refuse!("--warmup can be at most 1073741824");
         }
         Ok(())
     }

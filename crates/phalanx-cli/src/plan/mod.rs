@@ -6,7 +6,7 @@ mod report;
 use phalanx_comm::plan::Hosts;
 use phalanx_comm::{Costs, Rules, Selector};
 
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, refuse};
 use crate::launch;
 use crate::say;
 use crate::units::{ByteSize, Delay, Rate};
@@ -93,16 +93,16 @@ fn hosts(args: &PlanArgs) -> Result<Hosts> {
     let world = args.world.unwrap_or(args.nnodes * each);
     crate::error::check_count("--world", world, MAX_RANKS)?;
     if args.nproc_per_node.is_some() && world != args.nnodes * each {
-        return Err(Error::usage(format!(
+        refuse!(
             "--world {world} is not --nnodes {} times --nproc-per-node {each}; leave one of them out",
             args.nnodes
-        )));
+        );
     }
     if world < args.nnodes {
-        return Err(Error::usage(format!(
+        refuse!(
             "--world {world} leaves some of {} hosts without a rank",
             args.nnodes
-        )));
+        );
     }
     let sizes: Vec<usize> = (0..args.nnodes)
         .map(|host| world / args.nnodes + usize::from(host < world % args.nnodes))

@@ -4,7 +4,7 @@ use std::path::{Path, PathBuf};
 
 use super::{Source, Split};
 use phalanx_base::files::{as_typed, found, is_file};
-use phalanx_base::{Error, Result};
+use phalanx_base::{Error, Result, refuse};
 
 pub(super) const PYTHON: &str = "cifar-10-batches-py";
 pub(super) const BINARY: &str = "cifar-10-batches-bin";
@@ -35,26 +35,20 @@ type Kind = (&'static str, &'static str, fn(PathBuf) -> Source);
 pub(super) fn find(place: &Path) -> Result<Source> {
     let shown = place.display();
     if place.as_os_str().is_empty() {
-        return Err(Error::usage(format!(
-            "the data folder's name is empty\n{}",
-            expected(place)
-        )));
+        refuse!("the data folder's name is empty\n{}", expected(place));
     }
     let there = found(place)?;
     if there.as_ref().is_some_and(|there| there.is_file()) {
         if is_archive(place) {
             return Ok(Source::Archive(place.to_owned()));
         }
-        return Err(Error::usage(format!(
+        refuse!(
             "{shown} is a file, neither a data folder nor an archive of CIFAR-10\n{}",
             expected(place)
-        )));
+        );
     }
     if there.is_none_or(|there| !there.is_dir()) {
-        return Err(Error::usage(format!(
-            "no data folder {shown}\n{}",
-            expected(place)
-        )));
+        refuse!("no data folder {shown}\n{}", expected(place));
     }
     let kinds: [Kind; 2] = [
         (PYTHON, "", Source::Python),

@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use phalanx_base::files::{open_regular, read_open};
-use phalanx_base::{Error, Result};
+use phalanx_base::{Error, Result, refuse};
 use phalanx_image::Rgb;
 use sha2::{Digest, Sha256};
 
@@ -110,18 +110,16 @@ impl ImageFolder {
             list(folder, class.as_ref(), MAX_DEPTH, &is_image, &mut paths)?;
             if paths.is_empty() {
                 let path = folder.join(&class);
-                let what = format!(
+                refuse!(
                     "{} has no images; each subfolder is a class",
                     path.display()
                 );
-                return Err(Error::usage(what));
             }
             files.extend(paths.into_iter().map(|path| (path, label)));
             classes.push(class.to_string_lossy().into_owned());
         }
         if classes.is_empty() {
-            let what = format!("{} has no subfolders; each is a class", folder.display());
-            return Err(Error::usage(what));
+            refuse!("{} has no subfolders; each is a class", folder.display());
         }
         let name = folder.file_name().unwrap_or(folder.as_os_str());
         Ok(ImageFolder {

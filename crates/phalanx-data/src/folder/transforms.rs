@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use phalanx_base::{Error, Result};
+use phalanx_base::{Error, Result, refuse};
 use phalanx_image::Rgb;
 
 use crate::words::Words;
@@ -173,7 +173,7 @@ impl Transforms {
                 }
             };
             if !good {
-                return Err(Error::usage(format!("{next:?} is impossible")));
+                refuse!("{next:?} is impossible");
             }
             at = match next {
                 Transform::Resize(size) => at.map(|at| shorter_side(at, *size)),
@@ -186,11 +186,10 @@ impl Transforms {
         }
         let is_deviation = |std: &f32| std.is_finite() && *std > 0.0;
         if !self.std.iter().all(is_deviation) || !self.mean.iter().all(|mean| mean.is_finite()) {
-            let what = format!(
+            refuse!(
                 "images cannot be normalized with a deviation of {:?}",
                 self.std
             );
-            return Err(Error::usage(what));
         }
         at.ok_or_else(|| {
             Error::usage("images of different sizes need a transform that makes them equal: center_crop, random_resized_crop or resize_to")

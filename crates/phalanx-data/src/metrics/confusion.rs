@@ -1,6 +1,6 @@
 //! Accuracy and confusion matrix.
 
-use phalanx_base::{Error, Result};
+use phalanx_base::{Result, refuse};
 
 /// The class with the highest score; the first of equal ones. NaN counts as lowest. `None`
 /// without scores.
@@ -21,11 +21,11 @@ pub(super) fn rows<'a>(
     labels: &'a [u32],
 ) -> Result<impl Iterator<Item = (&'a [f32], u32)>> {
     if classes == 0 || scores.len() != classes * labels.len() {
-        return Err(Error::usage(format!(
+        refuse!(
             "{} scores of {classes} classes do not match {} labels",
             scores.len(),
             labels.len()
-        )));
+        );
     }
     Ok(scores.chunks_exact(classes).zip(labels.iter().copied()))
 }
@@ -54,10 +54,10 @@ impl Confusion {
     pub fn add(&mut self, label: u32, predicted: usize) -> Result<()> {
         let label = label as usize;
         if label >= self.classes || predicted >= self.classes {
-            return Err(Error::usage(format!(
+            refuse!(
                 "label {label} or prediction {predicted} is outside the {} classes",
                 self.classes
-            )));
+            );
         }
         self.counts[label * self.classes + predicted] += 1;
         Ok(())
@@ -83,11 +83,11 @@ impl Confusion {
     /// `Usage`, when it has another number of classes.
     pub fn merge(&mut self, other: &Confusion) -> Result<()> {
         if other.classes() != self.classes() {
-            return Err(Error::usage(format!(
+            refuse!(
                 "a batch has {} classes, earlier batches have {}",
                 other.classes(),
                 self.classes()
-            )));
+            );
         }
         for (all, count) in self.counts_mut().iter_mut().zip(other.counts()) {
             *all += count;

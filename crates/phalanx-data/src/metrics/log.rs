@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use serde::Serialize;
 
 use phalanx_base::files::{self, Dir, atomic_write};
-use phalanx_base::{Error, Result};
+use phalanx_base::{Error, Result, refuse};
 
 /// Maximum size of a log that is resumed; one of a million steps has 0.1 GiB.
 const MAX_BYTES: u64 = 4 << 30;
@@ -175,9 +175,7 @@ fn indented(summary: &impl Serialize) -> Result<Vec<u8>> {
 
 fn check_interval(every_steps: u64) -> Result<()> {
     if every_steps == 0 {
-        return Err(Error::usage(
-            "steps between metric lines must be at least 1",
-        ));
+        refuse!("steps between metric lines must be at least 1");
     }
     Ok(())
 }

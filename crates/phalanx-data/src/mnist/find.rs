@@ -4,7 +4,7 @@ use std::path::{Path, PathBuf};
 
 use super::Split;
 use phalanx_base::files::{as_typed, found, is_file};
-use phalanx_base::{Error, Result};
+use phalanx_base::{Error, Result, refuse};
 
 /// The folders to search, in this order, and whether they are Fashion-MNIST's only.
 const FOLDERS: [(&str, bool); 4] = [
@@ -43,22 +43,19 @@ pub(super) struct Found {
 pub(super) fn find(folder: &Path, split: Split) -> Result<Found> {
     let shown = folder.display();
     if folder.as_os_str().is_empty() {
-        return Err(Error::usage(format!(
+        refuse!(
             "the data folder's name is empty\n{}",
             expected(Path::new("data/mnist"))
-        )));
+        );
     }
     let Some(there) = found(folder)? else {
-        return Err(Error::usage(format!(
-            "no data folder {shown}\n{}",
-            expected(folder)
-        )));
+        refuse!("no data folder {shown}\n{}", expected(folder));
     };
     if !there.is_dir() {
-        return Err(Error::usage(format!(
+        refuse!(
             "{shown} is a file, not a data folder\n{}",
             expected(&folder.with_file_name("data"))
-        )));
+        );
     }
     let (images, labels) = match split {
         Split::Train => ("train-images-idx3-ubyte", "train-labels-idx1-ubyte"),

@@ -144,6 +144,8 @@ impl Context<'_> {
         let mut got = Vec::new();
         let result = from.take(bytes).read_to_end(&mut got);
         self.present += got.len() as u64;
+        // Of the decompressor, not of the system.
+        let is_damage = |error: &io::Error| error.raw_os_error().is_none();
         match result {
             Ok(_) => {
                 // Growth by doubling may leave half of it unused.
@@ -211,9 +213,4 @@ fn ends_early(error: &Error) -> bool {
     std::error::Error::source(error)
         .and_then(|s| s.downcast_ref::<io::Error>())
         .is_some_and(|s| s.kind() == io::ErrorKind::UnexpectedEof)
-}
-
-/// Whether the error is of the decompressor, not of the system.
-fn is_damage(error: &io::Error) -> bool {
-    error.raw_os_error().is_none()
 }

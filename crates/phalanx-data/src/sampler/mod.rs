@@ -23,7 +23,7 @@ pub use plan::{EpochPlan, StepPlan};
 pub use torch::TorchBatches;
 
 use crate::order::ShardOrder;
-use phalanx_base::{Error, Result};
+use phalanx_base::{Error, Result, refuse};
 use phalanx_checkpoint::state::Place;
 use phalanx_nn::rng::torch::Generator;
 
@@ -141,8 +141,7 @@ impl Sampler {
         if let Some(has) = has.map(ShardOrder::samples)
             && has < needed as u64
         {
-            let what = format!("the shards have {has} samples, but the data set has {needed}");
-            return Err(Error::usage(what));
+            refuse!("the shards have {has} samples, but the data set has {needed}");
         }
         self.shards = order;
         Ok(self)
@@ -185,11 +184,11 @@ impl Sampler {
                 let done = within(cursor, end)?;
                 let step = batches.batch_size.saturating_mul(world);
                 if done != end && !done.is_multiple_of(step) {
-                    return Err(Error::usage(format!(
+                    refuse!(
                         "cannot resume epoch {epoch} after {done} samples in the torch order: \
                          {world} ranks take {step} a step\n  use the world size and batch \
                          that the run was started with, or the exact order"
-                    )));
+                    );
                 }
                 done
             }
@@ -267,15 +266,13 @@ fn within(cursor: Cursor, end: usize) -> Result<usize> {
 fn check(config: &SamplerConfig, batch: usize) -> Result<()> {
     let SamplerConfig { world, rank, .. } = *config;
     if world == 0 {
-        return Err(Error::usage("a sampler needs at least one rank"));
+        refuse!("a sampler needs at least one rank");
     }
     if rank >= world {
-        return Err(Error::usage(format!(
-            "rank {rank} is outside a world of {world} ranks"
-        )));
+        refuse!("rank {rank} is outside a world of {world} ranks");
     }
     if batch == 0 {
-        return Err(Error::usage("the batch size must be at least 1"));
+        refuse!("the batch size must be at least 1");
     }
     Ok(())
 }

@@ -3,7 +3,7 @@
 use std::fmt;
 use std::sync::Arc;
 
-use phalanx_base::{Error, Result};
+use phalanx_base::{Result, refuse};
 
 use crate::dataset::Dataset;
 use crate::order::ShardOrder;
@@ -52,7 +52,7 @@ impl<T: Send + 'static> Dataset for Concat<T> {
 
     fn read_batch(&self, epoch: u64, indices: &[u64], batch: &mut Vec<T>) -> Result<()> {
         if let Some(index) = indices.iter().find(|i| **i >= self.ends.samples()) {
-            return Err(Error::usage(format!("there is no sample {index}")));
+            refuse!("there is no sample {index}");
         }
         let mut slots: Vec<Option<T>> = indices.iter().map(|_| None).collect();
         for (set, data) in self.sets.iter().enumerate() {
@@ -61,9 +61,7 @@ impl<T: Send + 'static> Dataset for Concat<T> {
                 data.read_batch(epoch, &numbers, batch)?;
                 if batch.len() != numbers.len() {
                     let (name, has, wanted) = (data.describe(), batch.len(), numbers.len());
-                    return Err(Error::usage(format!(
-                        "{name} gave {has} samples of {wanted}"
-                    )));
+                    refuse!("{name} gave {has} samples of {wanted}");
                 }
                 for (place, sample) in places.into_iter().zip(batch.drain(..)) {
                     slots[place] = Some(sample);

@@ -10,7 +10,7 @@ use std::os::unix::fs::FileExt;
 use std::path::Path;
 
 use phalanx_base::files::try_atomic_write;
-use phalanx_base::{Error, Result};
+use phalanx_base::{Error, Result, refuse};
 use sha2::{Digest, Sha256};
 
 use super::shard::{Format, MAX_SAMPLE, Scan};
@@ -69,8 +69,7 @@ pub(super) fn shards_of(place: &str, objects: Vec<Object>) -> Result<(Format, Ve
     for object in objects {
         let Some(format) = Format::of(&object.name) else {
             if object.name.contains(".tar.") || object.name.contains(".jsonl.") {
-                let what = format!("{place}/{} is compressed; unpack it", object.name);
-                return Err(Error::usage(what));
+                refuse!("{place}/{} is compressed; unpack it", object.name);
             }
             continue;
         };

@@ -36,7 +36,7 @@ use std::path::{Path, PathBuf};
 
 use phalanx_base::format::{bytes, plural};
 use phalanx_base::text::grouped;
-use phalanx_base::{Error, Result};
+use phalanx_base::{Result, refuse};
 
 pub use self::concat::Concat;
 use self::content::Content;
@@ -220,11 +220,10 @@ impl Shards {
         let (source, index) = (&self.source, &self.index);
         let (has, none) = (self.order.samples(), |i: &&u64| **i >= self.order.samples());
         if let Some(i) = indices.iter().find(none) {
-            let what = format!(
+            refuse!(
                 "{} has {has} samples, so there is no sample {i}",
                 source.name
             );
-            return Err(Error::usage(what));
         }
         let places = indices.iter().enumerate();
         let found = places.map(|(place, i)| (self.order.find(*i), place));

@@ -19,7 +19,7 @@ use crate::stored::scale;
 use crate::words::Words;
 use glyphs::GLYPHS;
 use pen::{Canvas, Hand};
-use phalanx_base::{Error, Result};
+use phalanx_base::{Result, refuse};
 
 pub use text::text;
 
@@ -108,9 +108,9 @@ pub fn samples(data: &str, default: usize) -> Result<Option<usize>> {
     };
     match n.parse() {
         Ok(n) if (1..=MAX_SAMPLES).contains(&n) => Ok(Some(n)),
-        _ => Err(Error::usage(format!(
+        _ => refuse!(
             "--data {data}: the number must be from 1 to {MAX_SAMPLES}, as in synthetic:1000"
-        ))),
+        ),
     }
 }
 

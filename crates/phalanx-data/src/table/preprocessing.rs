@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::path::Path;
 
 use phalanx_base::text::grouped;
-use phalanx_base::{Error, Result};
+use phalanx_base::{Error, Result, refuse};
 use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
 
@@ -64,8 +64,7 @@ impl Preprocessing {
             features.push(Encoding::fit(train, column, fill)?);
         }
         if features.is_empty() {
-            let what = format!("{} has no column but {:?}", train.name, target.name);
-            return Err(Error::usage(what));
+            refuse!("{} has no column but {:?}", train.name, target.name);
         }
         let mut fitted = Encoding::fit(train, target, &[])?;
         // Classes that are in the other part only are known too.
@@ -73,10 +72,7 @@ impl Preprocessing {
         let classes = fitted.categories.len();
         if classes > MAX_CATEGORIES {
             let (table, column) = (&train.name, &target.name);
-            let what = format!(
-                "{table}, column {column:?}: {classes} classes; {MAX_CATEGORIES} are the most"
-            );
-            return Err(Error::usage(what));
+            refuse!("{table}, column {column:?}: {classes} classes; {MAX_CATEGORIES} are the most");
         }
         let target = fitted;
         Ok(Preprocessing { features, target })
@@ -311,8 +307,7 @@ impl Encoding {
             } else {
                 "categories, not numbers"
             };
-            let what = format!("{}: the column {:?} has {is}", table.name, self.column);
-            return Err(Error::usage(what));
+            refuse!("{}: the column {:?} has {is}", table.name, self.column);
         }
         let known: BTreeMap<&String, usize> = self.categories.iter().zip(0..).collect();
         let place = |name| known.get(name).map_or(-1.0, |place| *place as f64);

@@ -22,7 +22,7 @@ use text::Notes;
 use std::collections::BTreeMap;
 use std::path::Path;
 
-use phalanx_base::error::{Error, Result};
+use phalanx_base::error::{Error, Result, refuse};
 use phalanx_base::files::Dir;
 use serde_json::Value as Json;
 
@@ -85,9 +85,7 @@ pub(crate) fn export(
         }
     }
     if engine != Engine::Kubernetes && *volume != Volume::default() {
-        return Err(Error::usage(
-            "--volume-size, --access-mode and --storage-class are for --to kubernetes",
-        ));
+        refuse!("--volume-size, --access-mode and --storage-class are for --to kubernetes");
     }
     let mut workflow = workflow.clone();
     for (name, input) in &mut workflow.inputs {

@@ -327,7 +327,8 @@ impl Search<'_> {
         let dims = x.mesh().len();
         let changed: Vec<usize> = (0..dims).filter(|d| x.sbp()[*d] != y.sbp()[*d]).collect();
         let inside = |inner: &[Block], outer: &[Block]| {
-            inner.iter().zip(outer).all(|(i, o)| is_inside(i, o))
+            let mut pairs = inner.iter().zip(outer);
+            pairs.all(|(i, o)| numel(i) == 0 || common(i, o) == **i)
         };
         let kind = match *changed {
             [dim] if x.sbp()[dim].is_partial() => {
@@ -457,10 +458,6 @@ pub(crate) fn common(a: &[Range<usize>], b: &[Range<usize>]) -> Block {
         start..end.max(start)
     };
     a.iter().zip(b).map(meet).collect()
-}
-
-fn is_inside(inner: &[Range<usize>], outer: &[Range<usize>]) -> bool {
-    numel(inner) == 0 || common(inner, outer) == inner
 }
 
 /// Whether the `inner` blocks of the ranks of each line along `dim` make up the `outer` one.

@@ -16,7 +16,7 @@ use rustix::process::{Signal, getppid, set_parent_process_death_signal};
 
 use super::child::{self, ProcessOutput};
 use super::{WaitNotice, by_hand};
-use crate::error::{Error, ErrorKind, Result};
+use crate::error::{Error, ErrorKind, Result, refuse};
 use crate::place::{self, Env};
 use crate::system;
 
@@ -132,9 +132,7 @@ pub(crate) fn helper(mut args: impl Iterator<Item = OsString>) -> Result<()> {
     let parent: Option<i32> = args.next().and_then(|pid| pid.to_str()?.parse().ok());
     let processes = args.next().and_then(|count| count.to_str()?.parse().ok());
     let (Some(parent), Some(processes), Some(library)) = (parent, processes, args.next()) else {
-        return Err(Error::usage(
-            "mpi-broadcast needs a process id, a number of processes and a library",
-        ));
+        refuse!("mpi-broadcast needs a process id, a number of processes and a library");
     };
     set_parent_process_death_signal(Some(Signal::KILL))
         .map_err(std::io::Error::from)

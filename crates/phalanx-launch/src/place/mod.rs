@@ -30,7 +30,7 @@ pub use {kubernetes::node as among_nodes, slurm::first_host};
 use phalanx_comm::PortRange;
 
 use crate::contract::{PORTS_VARIABLE, STARTED_VARIABLE};
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, refuse};
 use crate::flags::{LaunchCli, RankArgs};
 
 /// What a process is in its job.
@@ -87,9 +87,7 @@ impl Place {
         ];
         let typed = flags.iter().find(|(text, _)| text.is_some());
         if let (None, None, Some((_, flag))) = (&node.meeting, &args.nodes.nnodes, typed) {
-            return Err(Error::usage(format!(
-                "{flag} requires --nnodes, the number of nodes"
-            )));
+            refuse!("{flag} requires --nnodes, the number of nodes");
         }
         // Ranks of our own need none.
         node.master_port = None;

@@ -1,7 +1,7 @@
 //! The variables of MPI's launchers: Open MPI, and those that speak PMI (MPICH, Intel MPI, Flux).
 
 use super::{Env, Process, number};
-use crate::error::{Error, Result};
+use crate::error::{Result, refuse};
 
 /// The number of PMI's inherited socket.
 pub const PMI_SOCKET: &str = "PMI_FD";
@@ -30,9 +30,7 @@ pub fn process(env: &Env, first_host: &Option<String>) -> Result<Option<Process>
             continue;
         };
         let Some(rank) = number(env, rank)? else {
-            return Err(Error::usage(format!(
-                "the environment sets {size} but not {rank}"
-            )));
+            refuse!("the environment sets {size} but not {rank}");
         };
         let local = number(env, local_rank)?.zip(number(env, local_size)?);
         return Process::of_engine(engine, rank, world, local, first_host.clone()).map(Some);

@@ -6,7 +6,7 @@ use phalanx_comm::PortRange;
 
 use super::torchrun::{self, RendezvousConf, setting, switch, variable};
 use super::{Env, Process, detect, is_set, kubernetes, text};
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, refuse};
 use crate::flags::LaunchCli;
 
 /// Where torchrun's c10d nodes meet, unless a port is given.
@@ -167,9 +167,7 @@ impl NodeQuery<'_> {
         let typed_rank = typed_rank.map(|given| given.number("not a node's number"));
         let typed_rank: Option<usize> = typed_rank.transpose()?;
         if is_standalone && typed.is_some_and(|nodes| nodes > 1) {
-            return Err(Error::usage(
-                "--standalone runs one node; it cannot be combined with --nnodes above 1",
-            ));
+            refuse!("--standalone runs one node; it cannot be combined with --nnodes above 1");
         }
         // Nodes that come and go are not those that an engine has numbered.
         let engine = match is_standalone || typed == Some(1) || least.is_some() {
@@ -185,9 +183,7 @@ impl NodeQuery<'_> {
             None => self.number_of_node(nodes, engine.as_ref())?,
         };
         if let Some(node_rank) = node_rank.filter(|rank| *rank >= nodes) {
-            return Err(Error::usage(format!(
-                "--node-rank {node_rank} is outside --nnodes {nodes} (nodes count from 0)"
-            )));
+            refuse!("--node-rank {node_rank} is outside --nnodes {nodes} (nodes count from 0)");
         }
         if nodes == 1 {
             let given = self.cli.nodes.address(&self.cli.rdzv_endpoint, env, true)?;

@@ -10,7 +10,7 @@ use sha2::{Digest, Sha256};
 
 use super::{Address, Env, is_set, mpi, number, slurm, text};
 use crate::contract::STORE_VARIABLE;
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, refuse};
 use crate::flags::NodeFlags;
 
 /// The `source` of a process that `RANK` and `WORLD_SIZE` describe.
@@ -72,9 +72,7 @@ pub fn detect(env: &Env) -> Result<Option<Process>> {
 pub fn rank_place(env: &Env) -> Result<Option<Process>> {
     let mut found = match (number(env, "RANK")?, number(env, "WORLD_SIZE")?) {
         (Some(rank), Some(world)) if rank >= world => {
-            return Err(Error::usage(format!(
-                "RANK={rank} is not below WORLD_SIZE={world}; ranks count from 0"
-            )));
+            refuse!("RANK={rank} is not below WORLD_SIZE={world}; ranks count from 0");
         }
         (Some(rank), Some(world)) => Process {
             local_rank: number(env, "LOCAL_RANK")?.unwrap_or(0),

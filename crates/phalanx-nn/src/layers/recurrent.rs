@@ -2,7 +2,7 @@
 
 use super::Act;
 use crate::param::{Init, Layout, ParamId, Scope};
-use crate::{Error, Result, Value};
+use crate::{Error, Result, Value, refuse};
 
 /// Options of [`Lstm`] and [`Gru`], PyTorch's.
 #[derive(Clone, Copy, Debug)]
@@ -131,9 +131,7 @@ impl Recurrent {
         let (n, length) = match *shape {
             [n, length, _] if length > 0 => (n, length),
             _ => {
-                return Err(Error::usage(format!(
-                    "a recurrent layer needs sequences (N, T, C), got shape {shape:?}"
-                )));
+                refuse!("a recurrent layer needs sequences (N, T, C), got shape {shape:?}");
             }
         };
         let (mut hidden, mut cell) = (Vec::new(), Vec::new());

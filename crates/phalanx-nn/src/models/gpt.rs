@@ -5,7 +5,7 @@
 use crate::layers::{Act, Dropout, Embedding, KvCache, LayerNorm, Linear, attend, causal_mask};
 use crate::param::{Init, ParamId, Scope};
 use crate::value::Mask;
-use crate::{Error, Result, Value, ValueStep};
+use crate::{Result, Value, ValueStep, refuse};
 
 /// Sizes of a [`Gpt`].
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -265,11 +265,11 @@ impl Gpt {
         if first == 0 {
             caches.resize_with(self.blocks.len(), KvCache::new);
         } else if caches.len() != self.blocks.len() {
-            return Err(Error::usage(format!(
+            refuse!(
                 "{} caches for a model of {} blocks",
                 caches.len(),
                 self.blocks.len()
-            )));
+            );
         }
         let mut x = self.embed(step, tokens, sizes, first)?;
         for (block, cache) in self.blocks.iter().zip(caches) {
@@ -297,10 +297,10 @@ impl Gpt {
     ) -> Result<S::Value> {
         let end = first.saturating_add(length);
         if end > self.context {
-            return Err(Error::usage(format!(
+            refuse!(
                 "a sequence of {end} tokens exceeds the model's context of {}",
                 self.context
-            )));
+            );
         }
         let positions: Vec<u32> = (first as u32..end as u32).collect();
         let positions = step.constant_embedding(self.wpe.weight, &positions, &[length])?;

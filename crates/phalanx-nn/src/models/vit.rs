@@ -3,7 +3,7 @@
 
 use crate::layers::{Conv2d, Conv2dOptions, Dropout, LayerNorm, Linear, MultiHeadAttention};
 use crate::param::{Init, Layout, ParamId, Scope};
-use crate::{Error, Result, Tensor};
+use crate::{Result, Tensor, refuse};
 
 /// Sizes of a [`Vit`].
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -143,8 +143,7 @@ impl Vit {
     pub fn forward<'s>(&self, images: Tensor<'s>) -> Result<Tensor<'s>> {
         let (step, side) = (images.step(), self.image);
         if !matches!(*images.shape(), [_, height, width, _] if [height, width] == [side; 2]) {
-            let what = format!("the model is for images of {side} x {side} pixels");
-            return Err(Error::usage(what));
+            refuse!("the model is for images of {side} x {side} pixels");
         }
         let patches = self.conv_proj.forward(images)?;
         let shape = patches.shape();

@@ -3,7 +3,7 @@
 use crate::pool::Buf;
 use crate::tape::{BackwardContext, Compute, Operation, SlotId, Slots};
 use crate::tensor::Shape;
-use crate::{Error, Result, Tensor};
+use crate::{Result, Tensor, refuse};
 use phalanx_kernels::adaptive_max;
 use phalanx_kernels::avg_pool::{AvgShape, Windows};
 
@@ -19,9 +19,7 @@ impl<'s> Tensor<'s> {
     pub fn adaptive_max_pool2d(self, height: usize, width: usize) -> Result<Tensor<'s>> {
         let [images, h, w, channels] = self.image_dims("adaptive_max_pool2d")?;
         if [height, width, h, w].contains(&0) || u32::try_from(h * w).is_err() {
-            return Err(Error::usage(format!(
-                "adaptive_max_pool2d: cannot make {height} x {width} of {h} x {w}"
-            )));
+            refuse!("adaptive_max_pool2d: cannot make {height} x {width} of {h} x {w}");
         }
         let s = AvgShape {
             images,

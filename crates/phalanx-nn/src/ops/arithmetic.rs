@@ -4,7 +4,7 @@
 use crate::pool::Buf;
 use crate::tape::{BackwardContext, Compute, Operation, SlotId, Slots};
 use crate::tensor::Shape;
-use crate::{Error, Result, Tensor};
+use crate::{Error, Result, Tensor, refuse};
 use phalanx_kernels::broadcast::{Arithmetic, Stretch, arithmetic};
 use phalanx_kernels::elementwise;
 use phalanx_kernels::reduce::{Fold, RANK, reduce};
@@ -65,15 +65,13 @@ impl<'s> Tensor<'s> {
             Arithmetic::Div => "div",
         };
         if !std::ptr::eq(step, other.step()) {
-            return Err(Error::usage(format!(
-                "{name}: the tensors belong to different steps"
-            )));
+            refuse!("{name}: the tensors belong to different steps");
         }
         let (da, db) = (self.dims(), other.dims());
         let Some(stretch) = Stretch::of(&da, &db) else {
-            return Err(Error::usage(format!(
+            refuse!(
                 "{name}: shapes {da:?} and {db:?} differ and cannot be stretched to each other"
-            )));
+            );
         };
         let shape = Shape::new(stretch.dims())?;
         if op == Arithmetic::Add && da == db {

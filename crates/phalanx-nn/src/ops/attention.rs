@@ -5,7 +5,7 @@ use std::ops::Range;
 use super::dropout::{check_rate, next_mask};
 use crate::pool::Buf;
 use crate::tape::{BackwardContext, Compute, Operation, SlotId, Slots};
-use crate::{Error, Result, Tensor};
+use crate::{Result, Tensor, refuse};
 use phalanx_kernels::attention::{Dropped, Sizes, backward, forward};
 use phalanx_kernels::dropout::{MaskKey, Rate};
 
@@ -38,21 +38,17 @@ impl<'s> Tensor<'s> {
         let step = self.step();
         let (dq, dk, dv) = (self.dims(), key.dims(), value.dims());
         let (&[samples, queries, width], &[of, keys, wide]) = (&*dq, &*dk) else {
-            return Err(Error::usage(format!(
-                "attention needs (N, L, E) and (N, S, E), got shapes {dq:?} and {dk:?}"
-            )));
+            refuse!("attention needs (N, L, E) and (N, S, E), got shapes {dq:?} and {dk:?}");
         };
         let same = std::ptr::eq(step, key.step()) && std::ptr::eq(step, value.step());
         let fits = same && *dk == *dv && of == samples && wide == width;
         if !fits || causal && keys < queries {
-            return Err(Error::usage(format!(
+            refuse!(
                 "attention of shapes {dq:?}, {dk:?} and {dv:?} (causal: {causal}) does not fit, or the steps differ"
-            )));
+            );
         }
         if heads == 0 || !width.is_multiple_of(heads) {
-            return Err(Error::usage(format!(
-                "{heads} heads do not divide a width of {width}"
-            )));
+            refuse!("{heads} heads do not divide a width of {width}");
         }
         let sizes = Sizes {
             samples,
@@ -67,9 +63,9 @@ impl<'s> Tensor<'s> {
                 check_rate(p)?;
                 let weights = heads.saturating_mul(queries).saturating_mul(keys);
                 if weights as u64 > MOST_DRAWN {
-                    return Err(Error::usage(format!(
+                    refuse!(
                         "attention with dropout has {weights} weights a sample (heads x queries x keys); at most {MOST_DRAWN} are possible"
-                    )));
+                    );
                 }
                 next_mask(step, p, samples)?
             }

@@ -4,7 +4,7 @@ use super::window;
 use crate::pool::Buf;
 use crate::tape::{BackwardContext, Compute, Operation, SlotId, Slots};
 use crate::tensor::Shape;
-use crate::{Error, Result, Tensor};
+use crate::{Error, Result, Tensor, refuse};
 use phalanx_kernels::avg_pool::{self, AvgShape, Windows};
 
 /// Window, stride and padding of an average pooling.
@@ -107,9 +107,7 @@ impl<'s> Tensor<'s> {
         let (Some(oh), Some(ow)) = (o.out_size(h), o.out_size(w)) else {
             let others = [("stride", [o.stride; 2]), ("padding", [o.padding; 2])];
             let window = window("window", [o.kernel; 2], &others);
-            return Err(Error::usage(format!(
-                "avg_pool2d: {window} does not fit images of {h} x {w}"
-            )));
+            refuse!("avg_pool2d: {window} does not fit images of {h} x {w}");
         };
         let windows = Windows::Fixed {
             kernel: o.kernel,
@@ -133,9 +131,7 @@ impl<'s> Tensor<'s> {
     pub fn adaptive_avg_pool2d(self, height: usize, width: usize) -> Result<Tensor<'s>> {
         let [images, h, w, channels] = self.image_dims("adaptive_avg_pool2d")?;
         if [height, width, h, w].contains(&0) {
-            return Err(Error::usage(format!(
-                "adaptive_avg_pool2d: cannot make {height} x {width} of {h} x {w}"
-            )));
+            refuse!("adaptive_avg_pool2d: cannot make {height} x {width} of {h} x {w}");
         }
         self.averages(AvgShape {
             images,

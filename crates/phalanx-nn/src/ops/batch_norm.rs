@@ -13,7 +13,7 @@ use crate::error::outside;
 use crate::param::{BufferId, ParamId};
 use crate::pool::Buf;
 use crate::tape::{BackwardContext, Compute, Operand, Recorded, SlotId, State, Visit};
-use crate::{Error, Precision, Result, Tensor};
+use crate::{Error, Precision, Result, Tensor, refuse};
 use phalanx_kernels::Mode;
 use phalanx_kernels::batch_norm::{self, Backward, Channels, Gate};
 use phalanx_kernels::element::{Bf16, Element, Values, elements, elements_mut};
@@ -177,9 +177,9 @@ impl<'s> Tensor<'s> {
                     rows = join.join(rows, mean, squares).map_err(not_joined)?;
                     joined = Some(rows);
                     if rows == 1.0 {
-                        return Err(Error::usage(
-                            "batch_norm: expected more than one value per channel in the joined batch when training; use larger batches, or fewer micro-batches",
-                        ));
+                        refuse!(
+                            "batch_norm: expected more than one value per channel in the joined batch when training; use larger batches, or fewer micro-batches"
+                        );
                     }
                 }
                 for i in 0..c {
@@ -252,9 +252,7 @@ impl<'s> Tensor<'s> {
     ) -> Result<(usize, Affine)> {
         let (step, dims) = (self.step(), self.dims());
         let Some(&c) = dims.last().filter(|&&c| c > 0) else {
-            return Err(Error::usage(format!(
-                "batch_norm needs channels in the last dimension, got shape {dims:?}"
-            )));
+            refuse!("batch_norm needs channels in the last dimension, got shape {dims:?}");
         };
         let known = |w: &Option<Weight<'s>>| known_vector(w.as_ref(), step, (c, "channels"));
         let affine = (known(weight)?, known(bias)?);
@@ -262,31 +260,27 @@ impl<'s> Tensor<'s> {
             for (id, len) in [(r.mean, c), (r.var, c), (r.batches, 1)] {
                 let info = step.params().buffer_info(id)?;
                 if info.len != len {
-                    return Err(Error::usage(format!(
+                    refuse!(
                         "batch_norm: {} has {} values for {c} channels",
-                        info.name, info.len
-                    )));
+                        info.name,
+                        info.len
+                    );
                 }
             }
         }
         if let Some(r) = residual {
             if !std::ptr::eq(step, r.step()) {
-                return Err(Error::usage(
-                    "batch_norm: the residual belongs to another step",
-                ));
+                refuse!("batch_norm: the residual belongs to another step");
             }
             if r.dims() != dims {
-                return Err(Error::usage(format!(
-                    "batch_norm: residual of shape {:?} for {dims:?}",
-                    r.dims()
-                )));
+                refuse!("batch_norm: residual of shape {:?} for {dims:?}", r.dims());
             }
         }
         let st = step.state();
         if st.learns() && dims.numel() == c && st.join.is_none() {
-            return Err(Error::usage(format!(
+            refuse!(
                 "batch_norm: expected more than one value per channel when training, got shape {dims:?}; use larger batches, or fewer micro-batches"
-            )));
+            );
         }
         if o.running.is_some() {
             st.statistics.check_applied()?;
@@ -532,9 +526,9 @@ impl Statistics {
     fn check_applied(&self) -> Result<()> {
         match self.old {
             false => Ok(()),
-            true => Err(Error::usage(
-                "running statistics of the step before were not taken over; call Tape::update_buffers after each training step",
-            )),
+            true => refuse!(
+                "running statistics of the step before were not taken over; call Tape::update_buffers after each training step"
+            ),
         }
     }
 
@@ -544,8 +538,7 @@ impl Statistics {
         for id in [running.mean, running.var] {
             let info = params.buffer_info(id)?;
             if info.len != mean.len() || info.len != var.len() {
-                let what = format!("another engine's statistics do not fit {}", info.name);
-                return Err(Error::usage(what));
+                refuse!("another engine's statistics do not fit {}", info.name);
             }
         }
         params.buffer_info(running.batches)?;

@@ -5,7 +5,7 @@
 
 use crate::pool::Buf;
 use crate::tape::{BackwardContext, Compute, Operation, SlotId, Slots};
-use crate::{Error, Result, Tensor};
+use crate::{Result, Tensor, refuse};
 use phalanx_kernels::Mode;
 use phalanx_kernels::par::ThreadPool;
 use phalanx_kernels::product::{Mat, product, product_threaded};
@@ -90,9 +90,9 @@ impl<'s> Tensor<'s> {
             && da[..rank - 2] == db[..rank - 2]
             && da[rank - 1] == db[if transposed { rank - 1 } else { rank - 2 }];
         if !fits {
-            return Err(Error::usage(format!(
+            refuse!(
                 "bmm of shapes {da:?} and {db:?} (second transposed: {transposed}) does not fit, or the steps differ"
-            )));
+            );
         }
         let s = Sizes {
             count: da[..rank - 2].iter().product(),

@@ -4,7 +4,7 @@
 use super::element_loss::{Prepared, Reduction};
 use super::nll::IGNORE_LABEL;
 use crate::tensor::Shape;
-use crate::{Error, Precision, Result, Tensor};
+use crate::{Precision, Result, Tensor, refuse};
 use phalanx_kernels::softmax_dim::{class_rows, exponentials, scaled_exponentials};
 
 /// The target of a row.
@@ -54,20 +54,18 @@ impl<'s> Tensor<'s> {
     ) -> Result<Tensor<'s>> {
         let (classes, rows) = self.classes(&options)?;
         if labels.len() != rows {
-            return Err(Error::usage(format!(
+            refuse!(
                 "{} labels for {rows} rows of shape {:?}",
                 labels.len(),
                 self.dims()
-            )));
+            );
         }
         let ignored = |l: u32| l == IGNORE_LABEL;
         if let Some(l) = labels
             .iter()
             .find(|l| **l as usize >= classes && !ignored(**l))
         {
-            return Err(Error::usage(format!(
-                "label {l} is not below {classes}, the number of classes"
-            )));
+            refuse!("label {l} is not below {classes}, the number of classes");
         }
         let weight = |c: usize| options.class_weights.map_or(1.0, |w| f64::from(w[c]));
         let mean = labels
@@ -96,11 +94,11 @@ impl<'s> Tensor<'s> {
     ) -> Result<Tensor<'s>> {
         let (classes, rows) = self.classes(&options)?;
         if shares.len() != classes * rows {
-            return Err(Error::usage(format!(
+            refuse!(
                 "{} shares of classes for scores of shape {:?}",
                 shares.len(),
                 self.dims()
-            )));
+            );
         }
         self.class_losses(classes, &options, rows as f64, |row| {
             Some(Target::Shares(&shares[row * classes..][..classes]))
@@ -111,23 +109,16 @@ impl<'s> Tensor<'s> {
     fn classes(&self, options: &CrossEntropyOptions<'_>) -> Result<(usize, usize)> {
         let dims = self.dims();
         let Some((&classes, outer)) = dims.split_last() else {
-            return Err(Error::usage(
-                "a loss over classes needs a dimension of classes",
-            ));
+            refuse!("a loss over classes needs a dimension of classes");
         };
         let smoothing = options.label_smoothing;
         if !(0.0..=1.0).contains(&smoothing) {
-            return Err(Error::usage(format!(
-                "label smoothing is {smoothing}; it must lie between 0 and 1"
-            )));
+            refuse!("label smoothing is {smoothing}; it must lie between 0 and 1");
         }
         if let Some(w) = options.class_weights
             && w.len() != classes
         {
-            return Err(Error::usage(format!(
-                "{} class weights for {classes} classes",
-                w.len()
-            )));
+            refuse!("{} class weights for {classes} classes", w.len());
         }
         Ok((classes, outer.iter().product()))
     }

@@ -2,7 +2,7 @@
 
 use crate::pool::Buf;
 use crate::tape::{BackwardContext, Compute, Operation, SlotId, Slots};
-use crate::{Error, Result, Tensor};
+use crate::{Result, Tensor, refuse};
 use phalanx_kernels::par::{PIECE, ThreadPool};
 
 /// Along `n` of an array of (outer, n, inner).
@@ -21,9 +21,7 @@ impl<'s> Tensor<'s> {
     pub fn cumsum(self, dim: usize) -> Result<Tensor<'s>> {
         let dims = self.dims();
         let Some(&n) = dims.get(dim) else {
-            return Err(Error::usage(format!(
-                "cumsum along dimension {dim} of shape {dims:?}"
-            )));
+            refuse!("cumsum along dimension {dim} of shape {dims:?}");
         };
         let inner = dims[dim + 1..].iter().product();
         self.step().apply([self.slot()], dims, Cumsum { n, inner })

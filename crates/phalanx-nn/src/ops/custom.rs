@@ -8,7 +8,7 @@ use crate::param::ParamId;
 use crate::pool::Buf;
 use crate::tape::{BackwardContext, Compute, Operand, Recorded, SlotId, State, Step, Visit};
 use crate::tensor::Shape;
-use crate::{Error, Precision, Result, Tensor};
+use crate::{Error, Precision, Result, Tensor, refuse};
 use phalanx_kernels::{Mode, elementwise};
 
 /// A user's operation, run through [`Step::custom`].
@@ -82,9 +82,7 @@ impl Step<'_> {
     ) -> Result<Tensor<'s>> {
         let shape = Shape::new(shape)?;
         if !inputs.iter().all(|t| std::ptr::eq(t.step(), self)) {
-            return Err(Error::usage(
-                "custom operation: an input belongs to another step",
-            ));
+            refuse!("custom operation: an input belongs to another step");
         }
         let slots: Vec<SlotId> = inputs.iter().map(Tensor::slot).collect();
         let out = {
@@ -227,9 +225,7 @@ impl Step<'_> {
         let shape = Shape::new(&computed.shape)?;
         let len = computed.values.len();
         if shape.numel() != len {
-            return Err(Error::usage(format!(
-                "another engine's result of shape {shape:?} has {len} values"
-            )));
+            refuse!("another engine's result of shape {shape:?} has {len} values");
         }
         for id in &computed.params {
             self.info(*id)?;
@@ -237,12 +233,12 @@ impl Step<'_> {
         let out = {
             let mut st = self.state();
             if st.precision != Precision::F32 {
-                let what = "another engine does not compute in bf16: train in fp32";
-                return Err(Error::usage(what));
+                refuse!("another engine does not compute in bf16: train in fp32");
             }
             if st.join.is_some() && st.learns() && !computed.statistics.is_empty() {
-                let what = "another engine's batch norms cannot take the samples of all ranks: leave out synchronized batch norms";
-                return Err(Error::usage(what));
+                refuse!(
+                    "another engine's batch norms cannot take the samples of all ranks: leave out synchronized batch norms"
+                );
             }
             for batch in &computed.statistics {
                 st.statistics.add(self.params(), batch)?;
@@ -305,9 +301,7 @@ impl Recorded for Foreign {
         done.map_err(|e| outside(format!("another engine's backward pass failed: {e}"), e))?;
         if let Some(id) = missing.first() {
             let name = &params.info(*id)?.name;
-            return Err(Error::usage(format!(
-                "another engine gave no gradient of {name}"
-            )));
+            refuse!("another engine gave no gradient of {name}");
         }
         ctx.pool().put(dy);
         Ok(())

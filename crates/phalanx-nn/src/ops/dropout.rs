@@ -5,7 +5,7 @@ use std::ops::Range;
 use crate::pool::Buf;
 use crate::tape::{BackwardContext, Compute, Operation, SlotId, Slots};
 use crate::tensor::Shape;
-use crate::{Error, Result, Step, Tensor};
+use crate::{Result, Step, Tensor, refuse};
 use phalanx_kernels::dropout::{Block, MaskKey, Rate, Share, apply};
 
 pub(crate) struct Dropout {
@@ -71,15 +71,13 @@ impl<'s> Tensor<'s> {
         check_rate(p)?;
         let (step, own) = (self.step(), self.dims());
         let (Some(&rows), Some(&wide)) = (own.first(), own.last()) else {
-            return Err(Error::usage("dropout of a tensor without dimensions"));
+            refuse!("dropout of a tensor without dimensions");
         };
         Shape::new(full)?; // its places can be counted
         let end = |i: usize| start[i].checked_add(own[i]);
         let same = [full.len(), start.len()] == [own.len(); 2];
         if !same || !(0..own.len()).all(|i| end(i).is_some_and(|end| end <= full[i])) {
-            return Err(Error::usage(format!(
-                "dropout: a block of shape {own:?} at {start:?} does not lie in {full:?}"
-            )));
+            refuse!("dropout: a block of shape {own:?} at {start:?} does not lie in {full:?}");
         }
         let Some((key, rate)) = next_mask(step, p, full[0])? else {
             return Ok(self);
@@ -132,9 +130,7 @@ pub(super) fn check_rate(p: f64) -> Result<()> {
     if (0.0..=1.0).contains(&p) {
         return Ok(());
     }
-    Err(Error::usage(format!(
-        "dropout probability {p} is not within 0 and 1"
-    )))
+    refuse!("dropout probability {p} is not within 0 and 1")
 }
 
 /// The mask of an operation of this many samples that drops elements with this probability, if it drops any.

@@ -6,7 +6,7 @@
 use crate::pool::Buf;
 use crate::tape::{BackwardContext, Operation, Slots};
 use crate::tensor::Shape;
-use crate::{Error, Precision, Result, Tensor};
+use crate::{Precision, Result, Tensor, refuse};
 
 /// How the losses of elements (of rows, in losses over classes) are combined.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -98,9 +98,7 @@ impl<'s> Tensor<'s> {
         reduction: impl Into<Reduction>,
     ) -> Result<Tensor<'s>> {
         if !(delta > 0.0 && delta.is_finite()) {
-            return Err(Error::usage(format!(
-                "huber_loss: delta is {delta}; it must be a positive number"
-            )));
+            refuse!("huber_loss: delta is {delta}; it must be a positive number");
         }
         self.bent_loss("Huber", target, (delta, 1.0), reduction.into())
     }
@@ -119,9 +117,7 @@ impl<'s> Tensor<'s> {
             return self.l1_loss(target, reduction);
         }
         if !(beta > 0.0 && beta.is_finite()) {
-            return Err(Error::usage(format!(
-                "smooth_l1_loss: beta is {beta}; it must be a number of at least 0"
-            )));
+            refuse!("smooth_l1_loss: beta is {beta}; it must be a number of at least 0");
         }
         self.bent_loss("SmoothL1", target, (beta, beta), reduction.into())
     }
@@ -157,11 +153,11 @@ impl<'s> Tensor<'s> {
         if let Some(p) = positive
             && p.len() != wide
         {
-            return Err(Error::usage(format!(
+            refuse!(
                 "bce_with_logits: {} positive weights for shape {:?}",
                 p.len(),
                 self.dims()
-            )));
+            );
         }
         self.element_loss(None, target, reduction.into(), |i, x, t, divisor| {
             let (x, t) = (f64::from(x), f64::from(t));
@@ -203,10 +199,7 @@ impl<'s> Tensor<'s> {
     ) -> Result<Tensor<'s>> {
         let (step, x, dims) = (self.step(), self.slot(), self.dims());
         if target.len() != dims.numel() {
-            return Err(Error::usage(format!(
-                "{} targets for shape {dims:?}",
-                target.len()
-            )));
+            refuse!("{} targets for shape {dims:?}", target.len());
         }
         let divisor = f64::from(reduction.divisor(target.len()));
         let each = reduction == Reduction::None;

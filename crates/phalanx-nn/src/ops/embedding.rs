@@ -6,7 +6,7 @@ use super::Weight;
 use crate::pool::Buf;
 use crate::tape::{BackwardContext, Operand, Operation, Slots, Step};
 use crate::tensor::{Shape, Tensor};
-use crate::{Error, Precision, Result};
+use crate::{Precision, Result, refuse};
 use phalanx_kernels::Mode;
 
 pub(crate) struct Embedding {
@@ -33,21 +33,17 @@ impl Step<'_> {
         let known = weight.known(self)?;
         let ([rows, width], name) = (known.matrix()?, known.name());
         if Shape::new(shape)?.numel() != indices.len() {
-            return Err(Error::usage(format!(
+            refuse!(
                 "embedding {name}: {} numbers for shape {shape:?}",
                 indices.len()
-            )));
+            );
         }
         if let Some(i) = indices.iter().find(|i| **i as usize >= rows) {
-            return Err(Error::usage(format!(
-                "embedding {name}: there is no row {i}, it has {rows}"
-            )));
+            refuse!("embedding {name}: there is no row {i}, it has {rows}");
         }
         let mut sizes = [0; 6];
         let Some(head) = sizes.get_mut(..shape.len()).filter(|s| s.len() < 6) else {
-            return Err(Error::usage(format!(
-                "embedding: shape {shape:?} and a width are too many dimensions"
-            )));
+            refuse!("embedding: shape {shape:?} and a width are too many dimensions");
         };
         head.copy_from_slice(shape);
         sizes[shape.len()] = width;

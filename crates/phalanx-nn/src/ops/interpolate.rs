@@ -3,7 +3,7 @@
 use crate::pool::Buf;
 use crate::tape::{BackwardContext, Compute, Operation, SlotId, Slots};
 use crate::tensor::Shape;
-use crate::{Error, Result, Tensor};
+use crate::{Result, Tensor, refuse};
 use phalanx_kernels::par::PIECE;
 
 /// How [`Tensor::interpolate`] makes a pixel.
@@ -41,14 +41,10 @@ impl<'s> Tensor<'s> {
     ) -> Result<Tensor<'s>> {
         let dims = self.dims();
         let &[n, h, w, channels] = &*dims else {
-            return Err(Error::usage(format!(
-                "interpolate needs images (N, H, W, C), got shape {dims:?}"
-            )));
+            refuse!("interpolate needs images (N, H, W, C), got shape {dims:?}");
         };
         if [h, w, height, width].contains(&0) {
-            return Err(Error::usage(format!(
-                "interpolate from {h} x {w} to {height} x {width} pixels"
-            )));
+            refuse!("interpolate from {h} x {w} to {height} x {width} pixels");
         }
         let op = Interpolate {
             from: [h, w, channels],

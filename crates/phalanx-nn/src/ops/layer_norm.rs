@@ -8,7 +8,7 @@ use super::weight::known_vector;
 use crate::param::ParamId;
 use crate::pool::Buf;
 use crate::tape::{BackwardContext, Compute, Operand, Operation, SlotId, Slots};
-use crate::{Error, Result, Tensor};
+use crate::{Result, Tensor, refuse};
 use phalanx_kernels::layer_norm::{self, Groups};
 
 pub(crate) struct LayerNorm {
@@ -47,9 +47,7 @@ impl<'s> Tensor<'s> {
         let dims = self.dims();
         let channels: usize = shape.iter().product();
         if !dims.ends_with(shape) || channels == 0 {
-            return Err(Error::usage(format!(
-                "layer_norm over {shape:?} of shape {dims:?}"
-            )));
+            refuse!("layer_norm over {shape:?} of shape {dims:?}");
         }
         let groups = Groups::rows(dims.numel(), channels, true);
         self.normalised(groups, weights, eps)
@@ -70,9 +68,7 @@ impl<'s> Tensor<'s> {
     pub fn rms_norm_with(self, weight: Option<Weight<'s>>, eps: f64) -> Result<Tensor<'s>> {
         let dims = self.dims();
         let Some(&channels) = dims.last().filter(|&&c| c > 0) else {
-            return Err(Error::usage(format!(
-                "rms_norm needs a last dimension, got shape {dims:?}"
-            )));
+            refuse!("rms_norm needs a last dimension, got shape {dims:?}");
         };
         let groups = Groups::rows(dims.numel(), channels, false);
         self.normalised(groups, (weight, None), eps)
@@ -106,13 +102,11 @@ impl<'s> Tensor<'s> {
     ) -> Result<Tensor<'s>> {
         let dims = self.dims();
         let (Some(&images), Some(&channels)) = (dims.first(), dims.last()) else {
-            return Err(Error::usage("group_norm of a tensor without dimensions"));
+            refuse!("group_norm of a tensor without dimensions");
         };
         let fits = dims.len() >= 2 && groups > 0 && channels > 0;
         if !fits || !channels.is_multiple_of(groups) {
-            return Err(Error::usage(format!(
-                "group_norm: {groups} groups do not divide the channels of shape {dims:?}"
-            )));
+            refuse!("group_norm: {groups} groups do not divide the channels of shape {dims:?}");
         }
         let groups = Groups {
             images,

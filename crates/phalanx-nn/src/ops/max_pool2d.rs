@@ -5,7 +5,7 @@ use super::window;
 use crate::pool::Buf;
 use crate::tape::{BackwardContext, Compute, Operation, SlotId, Slots};
 use crate::tensor::Shape;
-use crate::{Error, Precision, Result, Tensor};
+use crate::{Precision, Result, Tensor, refuse};
 use phalanx_kernels::element::{Bf16, Element, Values, elements, elements_mut};
 use phalanx_kernels::max_pool::{self, PoolShape};
 
@@ -92,10 +92,11 @@ impl<'s> Tensor<'s> {
     pub fn max_pool2d(self, options: impl Into<MaxPool2dOptions>) -> Result<Tensor<'s>> {
         let (o, [images, h, w, channels]) = (options.into(), self.image_dims("max_pool2d")?);
         if o.kernel[0].saturating_mul(o.kernel[1]) > MAX_WINDOW {
-            return Err(Error::usage(format!(
+            refuse!(
                 "max_pool2d: a window of {} x {} has more than {MAX_WINDOW} positions",
-                o.kernel[0], o.kernel[1]
-            )));
+                o.kernel[0],
+                o.kernel[1]
+            );
         }
         let (Some(oh), Some(ow)) = (o.out_size(0, h), o.out_size(1, w)) else {
             let others = [
@@ -104,9 +105,7 @@ impl<'s> Tensor<'s> {
                 ("dilation", o.dilation),
             ];
             let window = window("window", o.kernel, &others);
-            return Err(Error::usage(format!(
-                "max_pool2d: {window} does not fit images of {h} x {w}"
-            )));
+            refuse!("max_pool2d: {window} does not fit images of {h} x {w}");
         };
         let s = PoolShape {
             images,

@@ -4,7 +4,7 @@ use super::element_loss::Reduction;
 use crate::pool::Buf;
 use crate::tape::{BackwardContext, Operation, Slots};
 use crate::tensor::Shape;
-use crate::{Error, Precision, Result, Tensor};
+use crate::{Precision, Result, Tensor, refuse};
 
 /// A label that is ignored (PyTorch's -100).
 pub const IGNORE_LABEL: u32 = u32::MAX;
@@ -31,25 +31,18 @@ impl<'s> Tensor<'s> {
     pub fn nll_loss(self, labels: &[u32], reduction: impl Into<Reduction>) -> Result<Tensor<'s>> {
         let (step, x, dims) = (self.step(), self.slot(), self.dims());
         let Some((&classes, outer)) = dims.split_last() else {
-            return Err(Error::usage(
-                "a loss over classes needs a dimension of classes",
-            ));
+            refuse!("a loss over classes needs a dimension of classes");
         };
         let rows: usize = outer.iter().product();
         if labels.len() != rows {
-            return Err(Error::usage(format!(
-                "{} labels for {rows} rows of shape {dims:?}",
-                labels.len()
-            )));
+            refuse!("{} labels for {rows} rows of shape {dims:?}", labels.len());
         }
         if let Some((row, label)) = labels
             .iter()
             .enumerate()
             .find(|(_, l)| **l as usize >= classes && **l != IGNORE_LABEL)
         {
-            return Err(Error::usage(format!(
-                "label {label} of row {row} is not below {classes}, the number of classes"
-            )));
+            refuse!("label {label} of row {row} is not below {classes}, the number of classes");
         }
         let counted = labels.iter().filter(|l| **l != IGNORE_LABEL).count();
         let divisor = match reduction.into() {

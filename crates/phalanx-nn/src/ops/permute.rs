@@ -3,7 +3,7 @@
 use crate::pool::Buf;
 use crate::tape::{BackwardContext, Compute, Operation, SlotId, Slots};
 use crate::tensor::Shape;
-use crate::{Error, Result, Tensor};
+use crate::{Result, Tensor, refuse};
 use phalanx_kernels::par::{PIECE, ThreadPool};
 use phalanx_kernels::reduce::RANK;
 use phalanx_kernels::transpose::transpose;
@@ -61,10 +61,7 @@ impl<'s> Tensor<'s> {
     pub fn reshape(self, shape: &[usize]) -> Result<Tensor<'s>> {
         let shape = Shape::new(shape)?;
         if shape.numel() != self.numel() {
-            return Err(Error::usage(format!(
-                "cannot reshape {:?} to {shape:?}",
-                self.dims()
-            )));
+            refuse!("cannot reshape {:?} to {shape:?}", self.dims());
         }
         self.step().apply([self.slot()], shape, Reshape)
     }
@@ -79,7 +76,7 @@ impl<'s> Tensor<'s> {
         let dims = self.dims();
         let &[n, h, w, channels] = &*dims else {
             let Some((&n, rest)) = dims.split_first() else {
-                return Err(Error::usage("flatten of a tensor without dimensions"));
+                refuse!("flatten of a tensor without dimensions");
             };
             return self.reshape(&[n, rest.iter().product()]);
         };
@@ -105,9 +102,7 @@ impl<'s> Tensor<'s> {
                 .iter()
                 .all(|&o| o < dims.len() && !std::mem::replace(&mut seen[o], true));
         if !complete {
-            return Err(Error::usage(format!(
-                "permute of shape {dims:?} by {order:?}: every dimension must be named once"
-            )));
+            refuse!("permute of shape {dims:?} by {order:?}: every dimension must be named once");
         }
         to[..order.len()].copy_from_slice(order);
         let mut sizes = [1; RANK];
@@ -127,10 +122,10 @@ impl<'s> Tensor<'s> {
         let rank = self.dims().len();
         let mut order = [0, 1, 2, 3, 4, 5];
         if a.max(b) >= rank {
-            return Err(Error::usage(format!(
+            refuse!(
                 "transpose of dimensions {a} and {b} of shape {:?}",
                 self.dims()
-            )));
+            );
         }
         order.swap(a, b);
         self.permute(&order[..rank])

@@ -4,7 +4,7 @@
 use crate::pool::Buf;
 use crate::tape::{BackwardContext, Compute, Operation, SlotId, Slots};
 use crate::tensor::Shape;
-use crate::{Error, Result, Tensor};
+use crate::{Error, Result, Tensor, refuse};
 use phalanx_kernels::broadcast::{Arithmetic, Stretch, arithmetic};
 use phalanx_kernels::elementwise;
 use phalanx_kernels::reduce::{Fold, RANK, reduce};
@@ -49,9 +49,9 @@ impl<'s> Tensor<'s> {
         let mut over = [dims.is_empty(); RANK];
         for &d in dims {
             if d >= shape.len() || std::mem::replace(&mut over[d], true) {
-                return Err(Error::usage(format!(
+                refuse!(
                     "reduction over dimensions {dims:?} of shape {shape:?}: {d} is not there or named twice"
-                )));
+                );
             }
         }
         let (mut kept, mut rank, mut count) = ([0; RANK], 0, 1);
@@ -65,9 +65,7 @@ impl<'s> Tensor<'s> {
             }
         }
         if fold == Fold::Max && count == 0 {
-            return Err(Error::usage(format!(
-                "max over dimensions {dims:?} of shape {shape:?}, which hold nothing"
-            )));
+            refuse!("max over dimensions {dims:?} of shape {shape:?}, which hold nothing");
         }
         let factor = if mean { 1.0 / count as f64 } else { 1.0 };
         let to = Shape::new(&kept[..rank])?;

@@ -3,7 +3,7 @@
 
 use crate::pool::Buf;
 use crate::tape::{BackwardContext, Compute, Operation, SlotId, Slots};
-use crate::{Error, Result, Tensor};
+use crate::{Result, Tensor, refuse};
 use phalanx_kernels::par::{PIECE, ThreadPool};
 use phalanx_kernels::rotary::rotate;
 
@@ -31,19 +31,15 @@ impl<'s> Tensor<'s> {
     pub fn rotary(self, heads: usize, base: f64, first: usize) -> Result<Tensor<'s>> {
         let dims = self.dims();
         let &[.., length, width] = &*dims else {
-            return Err(Error::usage(format!(
-                "rotary needs (…, L, E), got shape {dims:?}"
-            )));
+            refuse!("rotary needs (…, L, E), got shape {dims:?}");
         };
         if heads == 0 || !width.is_multiple_of(2 * heads) {
-            return Err(Error::usage(format!(
+            refuse!(
                 "rotary: {heads} heads do not divide a width of {width} into vectors of even size"
-            )));
+            );
         }
         if !(base > 0.0 && base.is_finite()) {
-            return Err(Error::usage(format!(
-                "rotary: base is {base}; it must be a positive number"
-            )));
+            refuse!("rotary: base is {base}; it must be a positive number");
         }
         let op = Rotary {
             length,

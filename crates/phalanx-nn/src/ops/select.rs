@@ -5,7 +5,7 @@ use std::cmp::Ordering;
 use crate::pool::Buf;
 use crate::tape::{BackwardContext, Compute, Operation, SlotId, Slots};
 use crate::tensor::Shape;
-use crate::{Error, Result, Tensor};
+use crate::{Result, Tensor, refuse};
 use phalanx_kernels::par::{PIECE, ThreadPool};
 
 /// On one tensor, `value` where the mask is set; on two, the second where it is not.
@@ -43,10 +43,10 @@ impl<'s> Tensor<'s> {
     pub fn select_where(self, mask: &[bool], other: Tensor<'s>) -> Result<Tensor<'s>> {
         let (step, dims) = (self.step(), self.dims());
         if !std::ptr::eq(step, other.step()) || dims != other.dims() {
-            return Err(Error::usage(format!(
+            refuse!(
                 "select_where: other has shape {:?}, this tensor {dims:?}, or the steps differ",
                 other.dims()
-            )));
+            );
         }
         let op = self.masked("select_where", mask, 0.0)?;
         step.apply([self.slot(), other.slot()], dims, op)
@@ -60,9 +60,7 @@ impl<'s> Tensor<'s> {
     pub fn topk(self, k: usize, dim: usize) -> Result<(Tensor<'s>, Vec<u32>)> {
         let dims = self.dims();
         let Some(&n) = dims.get(dim).filter(|n| **n >= k) else {
-            return Err(Error::usage(format!(
-                "topk of {k} along dimension {dim} of shape {dims:?}"
-            )));
+            refuse!("topk of {k} along dimension {dim} of shape {dims:?}");
         };
         let inner: usize = dims[dim + 1..].iter().product();
         let mut shape = dims.to_vec();
@@ -90,10 +88,10 @@ impl<'s> Tensor<'s> {
     fn masked(&self, name: &str, mask: &[bool], value: f32) -> Result<Masked> {
         let dims = self.dims();
         if !(0..=dims.len()).any(|i| dims[i..].iter().product::<usize>() == mask.len()) {
-            return Err(Error::usage(format!(
+            refuse!(
                 "{name}: a mask of {} elements for shape {dims:?}",
                 mask.len()
-            )));
+            );
         }
         let word = |part: &[bool]| {
             let set = part.iter().enumerate().map(|(i, &m)| u32::from(m) << i);
@@ -122,16 +120,16 @@ impl<'s> Tensor<'s> {
             && (0..dims.len()).all(|d| d == dim || to[d] <= dims[d])
             && to.numel() == index.len();
         if !fits {
-            return Err(Error::usage(format!(
+            refuse!(
                 "gather along dimension {dim} of shape {dims:?}: {} indices of shape {to:?} do not fit",
                 index.len()
-            )));
+            );
         }
         if let Some(i) = index.iter().find(|i| **i as usize >= dims[dim]) {
-            return Err(Error::usage(format!(
+            refuse!(
                 "gather: index {i} is not below {}, the size of dimension {dim}",
                 dims[dim]
-            )));
+            );
         }
         let index = self.step().state().add_labels(index);
         self.step()

@@ -4,7 +4,7 @@ use std::ops::Range;
 
 use crate::pool::Buf;
 use crate::tape::{BackwardContext, Compute, Operation, Recorded, SlotId, Slots, Step, Visit};
-use crate::{Error, Result, Tensor};
+use crate::{Result, Tensor, refuse};
 use phalanx_kernels::par::ThreadPool;
 
 /// An array as `outer` runs of `wide` elements, of which a part starts at `at`
@@ -72,9 +72,7 @@ impl<'s> Tensor<'s> {
     pub fn slice(self, dim: usize, range: Range<usize>) -> Result<Tensor<'s>> {
         let dims = self.dims();
         if dim >= dims.len() || range.start > range.end || range.end > dims[dim] {
-            return Err(Error::usage(format!(
-                "slice {range:?} of dimension {dim} of shape {dims:?}"
-            )));
+            refuse!("slice {range:?} of dimension {dim} of shape {dims:?}");
         }
         let shape = dims.with(dim, range.len())?;
         let part = Part::of(&dims, dim, range);
@@ -92,7 +90,7 @@ impl Step<'_> {
     /// `Usage` when there is none, shapes do not fit, or one belongs to another step.
     pub fn concat<'s>(&'s self, tensors: Vec<Tensor<'s>>, dim: usize) -> Result<Tensor<'s>> {
         let Some(first) = tensors.first() else {
-            return Err(Error::usage("concat of no tensors"));
+            refuse!("concat of no tensors");
         };
         let dims = first.dims();
         let mut total = 0;
@@ -102,9 +100,9 @@ impl Step<'_> {
                 && own.len() == dims.len()
                 && (0..dims.len()).all(|i| i == dim || own[i] == dims[i]);
             if !fits || !std::ptr::eq(t.step(), self) {
-                return Err(Error::usage(format!(
+                refuse!(
                     "concat along dimension {dim}: {own:?} does not fit {dims:?}, or belongs to another step"
-                )));
+                );
             }
             total += own[dim];
         }

@@ -3,7 +3,7 @@
 
 use crate::pool::Buf;
 use crate::tape::{BackwardContext, Compute, Operation, SlotId, Slots};
-use crate::{Error, Result, Tensor};
+use crate::{Result, Tensor, refuse};
 use phalanx_kernels::softmax_dim;
 
 /// Along `n` of an array of (outer, n, inner).
@@ -28,7 +28,7 @@ impl<'s> Tensor<'s> {
     /// `Usage` for a tensor without dimensions.
     pub fn log_softmax(self) -> Result<Tensor<'s>> {
         let Some(last) = self.dims().len().checked_sub(1) else {
-            return Err(Error::usage("log_softmax of a tensor without dimensions"));
+            refuse!("log_softmax of a tensor without dimensions");
         };
         self.softmax_of(last, true)
     }
@@ -44,9 +44,7 @@ impl<'s> Tensor<'s> {
     fn softmax_of(self, dim: usize, log: bool) -> Result<Tensor<'s>> {
         let dims = self.dims();
         let Some(&n) = dims.get(dim) else {
-            return Err(Error::usage(format!(
-                "softmax along dimension {dim} of shape {dims:?}"
-            )));
+            refuse!("softmax along dimension {dim} of shape {dims:?}");
         };
         let inner = dims[dim + 1..].iter().product();
         let op = Softmax { n, inner, log };

@@ -3,7 +3,7 @@
 use crate::param::{Layout, ParamId, ParamInfo};
 use crate::tape::{Operand, Step};
 use crate::tensor::Shape;
-use crate::{Error, Result, Tensor};
+use crate::{Result, Tensor, refuse};
 
 /// A weight or bias of an operation: a parameter, or a tensor of the same step.
 ///
@@ -59,10 +59,10 @@ impl Weight<'_> {
             }
             Weight::Tensor(t) => {
                 if !std::ptr::eq(t.step(), step) {
-                    return Err(Error::usage(format!(
+                    refuse!(
                         "a weight tensor of shape {:?} belongs to another step",
                         t.dims()
-                    )));
+                    );
                 }
                 let shape = t.dims();
                 Ok(Known {
@@ -89,11 +89,7 @@ pub(crate) fn known_vector<'w>(
     if known.len == len {
         return Ok(Some(known.operand));
     }
-    Err(Error::usage(format!(
-        "{} has {} values for {len} {what}",
-        known.name(),
-        known.len
-    )))
+    refuse!("{} has {} values for {len} {what}", known.name(), known.len)
 }
 
 impl<'w> Known<'w> {
@@ -118,11 +114,11 @@ impl<'w> Known<'w> {
         match (self.shape(), &self.source) {
             (&[inp, out], Source::Param(i)) if i.layout == Layout::Transposed => Ok([out, inp]),
             (&[a, b], _) => Ok([a, b]),
-            _ => Err(Error::usage(format!(
+            _ => refuse!(
                 "{} of shape {:?} is not a matrix",
                 self.name(),
                 self.shape()
-            ))),
+            ),
         }
     }
 

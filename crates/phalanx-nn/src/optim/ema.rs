@@ -4,7 +4,7 @@ use super::rule::{PIECE, saved, state_buffer};
 use super::updates::Updates;
 use super::{Optimizer, Run};
 use crate::param::{GradView, Params};
-use crate::{Error, Result, ThreadPool};
+use crate::{Result, ThreadPool, refuse};
 use phalanx_kernels::aligned::AlignedBuf;
 use phalanx_kernels::update::ema::average;
 
@@ -62,10 +62,10 @@ impl<O: Optimizer> Optimizer for Ema<O> {
 
     fn begin_step(&mut self) -> Result<()> {
         if !(0.0..=1.0).contains(&self.decay) {
-            return Err(Error::usage(format!(
+            refuse!(
                 "the decay of averages is {}; it must be from 0 to 1",
                 self.decay
-            )));
+            );
         }
         self.inner.begin_step()?;
         self.averages

@@ -14,7 +14,7 @@ use super::adam::{Adam, AdamRule};
 use super::group::ParamSettings;
 use super::rule::{PIECE, Rule, RuleOptimizer};
 use crate::param::Params;
-use crate::{Error, Result, ThreadPool};
+use crate::{Result, ThreadPool, refuse};
 use phalanx_kernels::squares::sum_of_squares;
 use phalanx_kernels::update::lamb::{self, Scalars};
 
@@ -60,9 +60,9 @@ impl Rule for LambRule {
 
     fn check(&self, lr: f64) -> Result<()> {
         if self.is_shard {
-            return Err(Error::usage(
-                "LAMB needs whole parameters, and this rank has a shard of one; use another optimizer, or do not divide the parameters",
-            ));
+            refuse!(
+                "LAMB needs whole parameters, and this rank has a shard of one; use another optimizer, or do not divide the parameters"
+            );
         }
         self.adam.check(lr)
     }

@@ -52,7 +52,7 @@ pub use rule::RuleOptimizer;
 pub use sgd::Sgd;
 
 use crate::param::{GradView, Params};
-use crate::{Error, Result, ThreadPool};
+use crate::{Result, ThreadPool, refuse};
 
 /// The interface of optimizers for training loops and checkpoints.
 pub trait Optimizer {
@@ -153,10 +153,10 @@ pub trait Optimizer {
     ///
     /// Usage: the optimizer has no momentum.
     fn set_momentum(&mut self, _momentum: f64) -> Result<()> {
-        Err(Error::usage(format!(
+        refuse!(
             "{} has no momentum that a one-cycle schedule could change; set OneCycle::momentum to None",
             self.name()
-        )))
+        )
     }
 
     /// Its name in logs: the type's name without path and generics.
@@ -199,10 +199,10 @@ pub trait Optimizer {
     ///
     /// Usage: the optimizer does not implement it. Nothing was changed then.
     fn lay_out(&mut self, _params: &Params) -> Result<()> {
-        Err(Error::usage(format!(
+        refuse!(
             "{} does not implement Optimizer::lay_out, so its state cannot be divided anew among other ranks",
             self.name()
-        )))
+        )
     }
 }
 
@@ -289,9 +289,7 @@ fn check_setting(name: &str, value: f64) -> Result<()> {
     if value.is_finite() && value >= 0.0 {
         return Ok(());
     }
-    Err(Error::usage(format!(
-        "{name} is {value}; it must be a number of at least 0"
-    )))
+    refuse!("{name} is {value}; it must be a number of at least 0")
 }
 
 /// The setting must be a decay rate of at least 0 and below 1.
@@ -299,7 +297,5 @@ fn check_beta(name: &str, value: f64) -> Result<()> {
     if (0.0..1.0).contains(&value) {
         return Ok(());
     }
-    Err(Error::usage(format!(
-        "{name} is {value}; it must be at least 0 and below 1"
-    )))
+    refuse!("{name} is {value}; it must be at least 0 and below 1")
 }

@@ -19,7 +19,7 @@ use super::rule::{PIECE, Rule, RuleOptimizer};
 use super::sgd::SgdRule;
 use super::{Optimizer, check_beta, check_setting};
 use crate::param::Params;
-use crate::{Error, Result, ThreadPool};
+use crate::{Error, Result, ThreadPool, refuse};
 use phalanx_kernels::product::{Mat, product_threaded};
 use phalanx_kernels::squares::sum_of_squares;
 use phalanx_kernels::update::{adam, muon, sgd};
@@ -117,7 +117,7 @@ impl RuleOptimizer<MuonRule> {
             // NaN or infinite, which the step says, if Muon's is 0.
             (others, own) => others / own,
         };
-        self.rule.others_have_groups = optimizer.has_groups();
+        self.rule.others_have_groups = optimizer.choose.0.is_some();
         self.rule.others = optimizer.rule.into();
         self
     }
@@ -146,19 +146,17 @@ impl Rule for MuonRule {
         check_setting("weight decay", self.weight_decay)?;
         check_beta("momentum", self.momentum)?;
         if self.matrix.is_some_and(|m| m.is_shard) {
-            return Err(Error::usage(
-                "Muon needs whole matrices, and this rank has a shard of one; use another optimizer, or do not divide the parameters",
-            ));
+            refuse!(
+                "Muon needs whole matrices, and this rank has a shard of one; use another optimizer, or do not divide the parameters"
+            );
         }
         if self.others_have_groups {
-            return Err(Error::usage(
-                "the optimizer inside Muon has groups, which are not used; give them to Muon",
-            ));
+            refuse!("the optimizer inside Muon has groups, which are not used; give them to Muon");
         }
         if !self.ratio.is_finite() {
-            return Err(Error::usage(
-                "Muon's learning rate was 0 when the other optimizer was given; make it with the highest rate and lower it by set_lr or a schedule",
-            ));
+            refuse!(
+                "Muon's learning rate was 0 when the other optimizer was given; make it with the highest rate and lower it by set_lr or a schedule"
+            );
         }
         match self.others {
             Others::Sgd(rule) => rule.check(lr * self.ratio),

@@ -6,7 +6,7 @@ use super::group::{GroupChooser, ParamGroup, ParamSettings, Parameter};
 use super::updates::Updates;
 use super::{Optimizer, Run};
 use crate::param::{GradView, Params};
-use crate::{Error, Result, ThreadPool};
+use crate::{Result, ThreadPool, refuse};
 use phalanx_kernels::aligned::AlignedBuf;
 
 /// How an optimizer changes elements: its settings except the learning rate.
@@ -70,7 +70,7 @@ pub trait Rule: Copy {
 #[derive(Clone, Debug)]
 pub struct RuleOptimizer<R> {
     pub(super) rule: R,
-    choose: GroupChooser,
+    pub(super) choose: GroupChooser,
     /// Of each parameter.
     own: Vec<ParamSettings>,
     elems: usize,
@@ -155,25 +155,19 @@ impl<R: Rule> RuleOptimizer<R> {
         Optimizer::step(self, params, grads)
     }
 
-    pub(super) fn has_groups(&self) -> bool {
-        self.choose.0.is_some()
-    }
-
     /// Checks that a run fits the state and that a step was begun.
     fn check_run(&self, run: &Run<'_>) -> Result<(R, f64)> {
         let Some(running) = self.running else {
-            return Err(Error::usage(
-                "elements were given to an optimizer before its step; call begin_step first",
-            ));
+            refuse!("elements were given to an optimizer before its step; call begin_step first");
         };
         let (len, elems) = (run.values.len(), self.elems);
         let fits = run.at.checked_add(len).is_some_and(|end| end <= elems);
         if len != run.grads.len() || !fits {
-            return Err(Error::usage(format!(
+            refuse!(
                 "a run of {len} elements from {} with {} gradients does not fit an optimizer of {elems} elements",
                 run.at,
                 run.grads.len()
-            )));
+            );
         }
         Ok(running)
     }
@@ -213,13 +207,13 @@ impl<R: Rule> Optimizer for RuleOptimizer<R> {
         let own = &self.own[param];
         let rule = rule.of(own);
         if !rule.is_elementwise() && run.values.len() != own.len {
-            return Err(Error::usage(format!(
+            refuse!(
                 "{} needs {} as a whole, not {} of its {} elements",
                 rule.name(),
                 own.parameter().name,
                 run.values.len(),
                 own.len
-            )));
+            );
         }
         let lr = lr * own.group.lr_scale;
         let scalars = rule.scalars(lr, self.updates.count(param, self.steps));
@@ -287,9 +281,9 @@ impl<R: Rule> Optimizer for RuleOptimizer<R> {
         self.updates.check(steps, updates)?;
         let names = if steps == 0 { &[] } else { self.rule.buffers() };
         if let Some((name, _)) = state.iter().find(|(name, _)| !names.contains(name)) {
-            return Err(Error::usage(format!(
+            refuse!(
                 "saved optimizer state {name} does not belong to this optimizer with these settings"
-            )));
+            );
         }
         let buffer = |name: &&str| {
             let mut buffer = state_buffer(self.elems);
@@ -329,13 +323,13 @@ pub(super) fn saved<'a>(
     elems: usize,
 ) -> Result<&'a [f32]> {
     let Some((_, values)) = state.iter().find(|(n, _)| *n == name) else {
-        return Err(Error::usage(format!("saved optimizer state lacks {name}")));
+        refuse!("saved optimizer state lacks {name}");
     };
     if values.len() != elems {
-        return Err(Error::usage(format!(
+        refuse!(
             "saved optimizer state {name} has {} elements, expected {elems}",
             values.len()
-        )));
+        );
     }
     Ok(values)
 }

@@ -13,7 +13,7 @@ use std::fmt;
 use std::sync::Arc;
 
 use super::Optimizer;
-use crate::{Error, Result};
+use crate::{Result, refuse};
 
 /// A rate that changes from step to step. Its state is the number of steps
 /// taken, and the values observed: to resume, call [`advance`](Schedule::advance)
@@ -249,7 +249,7 @@ impl Schedule {
     /// `Usage` when there are no steps.
     pub fn cosine(lr: f64, period: u64, floor: f64) -> Result<Self> {
         if period == 0 {
-            return Err(Error::usage("a cosine schedule needs at least one step"));
+            refuse!("a cosine schedule needs at least one step");
         }
         Ok(Self::new(Kind::Cosine { period, floor }, lr, lr))
     }
@@ -260,9 +260,9 @@ impl Schedule {
     /// `Usage` when there are no steps or `start` is not above 0.
     pub fn linear(lr: f64, start: f64, end: f64, total: u64) -> Result<Self> {
         if total == 0 || start.is_nan() || start <= 0.0 {
-            return Err(Error::usage(format!(
+            refuse!(
                 "a linear schedule needs steps and a first factor above 0, got {total} and {start}"
-            )));
+            );
         }
         Ok(Self::new(
             Kind::Linear { start, end, total },
@@ -284,10 +284,11 @@ impl Schedule {
             rise < end
         };
         if !(rise > 0.0 && phases) {
-            return Err(Error::usage(format!(
+            refuse!(
                 "one cycle of {} steps with {} of them rising leaves a phase without steps",
-                cycle.total, cycle.rising
-            )));
+                cycle.total,
+                cycle.rising
+            );
         }
         let (lr, _) = cycle.at(0);
         Ok(Self::new(Kind::OneCycle(cycle), lr, lr))
@@ -300,9 +301,9 @@ impl Schedule {
     /// `Usage` when the first period or the factor is 0.
     pub fn warm_restarts(lr: f64, first_period: u64, factor: u64, floor: f64) -> Result<Self> {
         if first_period == 0 || factor == 0 {
-            return Err(Error::usage(format!(
+            refuse!(
                 "warm restarts need a first period and a factor of at least 1, got {first_period} and {factor}"
-            )));
+            );
         }
         let kind = Kind::WarmRestarts {
             at: 0,
@@ -319,9 +320,7 @@ impl Schedule {
     /// `Usage` when there are no steps.
     pub fn polynomial(lr: f64, total: u64, power: f64) -> Result<Self> {
         if total == 0 {
-            return Err(Error::usage(
-                "a polynomial schedule needs at least one step",
-            ));
+            refuse!("a polynomial schedule needs at least one step");
         }
         Ok(Self::new(Kind::Polynomial { total, power }, lr, lr))
     }
@@ -339,10 +338,10 @@ impl Schedule {
     /// `Usage` when the factor is not from 0 to below 1.
     pub fn reduce_on_plateau(lr: f64, settings: Plateau) -> Result<Self> {
         if !(0.0..1.0).contains(&settings.factor) {
-            return Err(Error::usage(format!(
+            refuse!(
                 "a plateau's factor is {}; it must be at least 0 and below 1",
                 settings.factor
-            )));
+            );
         }
         let kind = Kind::Plateau {
             settings,
@@ -372,9 +371,9 @@ impl Schedule {
     /// `Usage` when warm-up and decay are longer than `total`.
     pub fn wsd(lr: f64, total: u64, warm: u64, decay: u64) -> Result<Self> {
         let Some(rest) = total.checked_sub(warm).filter(|rest| decay <= *rest) else {
-            return Err(Error::usage(format!(
+            refuse!(
                 "a warm-up of {warm} steps and a decay of {decay} are longer than {total} steps"
-            )));
+            );
         };
         let left = move |t| rest.saturating_sub(t) as f64 / decay.max(1) as f64;
         let then = Self::by(lr, move |t| left(t).min(1.0));
@@ -395,10 +394,10 @@ impl Schedule {
             .first()
             .filter(|_| rising && milestones.len() + 1 == parts.len())
         else {
-            return Err(Error::usage(format!(
+            refuse!(
                 "{} schedules need a rising milestone between each two, got {milestones:?}",
                 parts.len()
-            )));
+            );
         };
         let (base, lr, milestones) = (first.base, first.lr, milestones.to_vec());
         Ok(Self::new(Kind::Sequential { parts, milestones }, base, lr))
@@ -479,9 +478,7 @@ impl Schedule {
         self.steps += 1;
         let (t, lr) = (self.steps, self.lr);
         self.lr = match &mut self.kind {
-            Kind::Constant | Kind::Plateau { .. } => lr,
             Kind::Step { every, factor } if *every > 0 && t % *every == 0 => lr * *factor,
-            Kind::Step { .. } => lr,
             Kind::MultiStep { milestones, factor } => {
                 match milestones.iter().filter(|&&m| m == t).count() {
                     0 => lr,
@@ -503,7 +500,6 @@ impl Schedule {
                 let (n, rise) = (*total as f64, *end - *start);
                 lr * (1.0 + rise / (n * *start + (t as f64 - 1.0) * rise))
             }
-            Kind::Linear { .. } => lr,
             Kind::OneCycle(c) => c.at(t.min(c.total)).0,
             Kind::WarmRestarts {
                 at,
@@ -521,7 +517,11 @@ impl Schedule {
                 let left = |t: u64| 1.0 - t as f64 / *total as f64;
                 lr * (left(t) / left(t - 1)).powf(*power)
             }
-            Kind::Polynomial { .. } => lr,
+            Kind::Constant
+            | Kind::Plateau { .. }
+            | Kind::Step { .. }
+            | Kind::Linear { .. }
+            | Kind::Polynomial { .. } => lr,
             Kind::By(factor) => self.base * (factor.0)(t),
             Kind::Sequential { parts, milestones } => {
                 let now = milestones.partition_point(|&m| m <= t);

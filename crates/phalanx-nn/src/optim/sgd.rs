@@ -16,7 +16,7 @@
 use super::check_setting;
 use super::rule::{Rule, RuleOptimizer};
 use crate::param::Params;
-use crate::{Error, Result};
+use crate::{Result, refuse};
 use phalanx_kernels::update::sgd::{self, Mode, Scalars};
 
 /// `torch.optim.SGD`.
@@ -61,12 +61,10 @@ impl Rule for SgdRule {
         check_setting("momentum", self.momentum)?;
         check_setting("weight decay", self.weight_decay)?;
         if !self.dampening.is_finite() {
-            return Err(Error::usage(format!("dampening is {}", self.dampening)));
+            refuse!("dampening is {}", self.dampening);
         }
         if self.nesterov && (self.momentum == 0.0 || self.dampening != 0.0) {
-            return Err(Error::usage(
-                "nesterov needs a momentum above 0 and a dampening of 0",
-            ));
+            refuse!("nesterov needs a momentum above 0 and a dampening of 0");
         }
         Ok(())
     }

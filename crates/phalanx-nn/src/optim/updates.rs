@@ -2,7 +2,7 @@
 
 use super::Run;
 use crate::param::{GradView, Params};
-use crate::{Error, Result};
+use crate::{Result, refuse};
 
 /// Update counts of each parameter. A step does not update a parameter without a gradient.
 #[derive(Clone, Debug)]
@@ -36,23 +36,22 @@ impl Updates {
         grads: &dyn GradView,
     ) -> Result<()> {
         if params.flat().len() != elems {
-            return Err(Error::usage(format!(
+            refuse!(
                 "optimizer was made for {elems} parameter elements, not {}; make a new one for these parameters",
                 params.flat().len()
-            )));
+            );
         }
         if !places(params).eq(self.places.iter().copied()) {
-            return Err(Error::usage(
-                "optimizer was made for other parameters; make a new one for these",
-            ));
+            refuse!("optimizer was made for other parameters; make a new one for these");
         }
         for (id, info) in params.ids().zip(params.infos()) {
             let got = grads.grad(id).len();
             if got != info.len && (got != 0 || !grads.untouched(id)) {
-                return Err(Error::usage(format!(
+                refuse!(
                     "gradient of {} has {got} elements, the parameter {}",
-                    info.name, info.len
-                )));
+                    info.name,
+                    info.len
+                );
             }
         }
         Ok(())
@@ -87,11 +86,11 @@ impl Updates {
         let inside = |(from, len): (usize, usize)| run.at + run.values.len() <= from + len;
         match param.checked_sub(1) {
             Some(param) if inside(self.places[param]) => Ok(Some(param)),
-            _ => Err(Error::usage(format!(
+            _ => refuse!(
                 "a run of {} elements from {} does not lie in one parameter; give those of each parameter by themselves",
                 run.values.len(),
                 run.at
-            ))),
+            ),
         }
     }
 
@@ -108,17 +107,17 @@ impl Updates {
     /// Usage: another number of parameters, or more updates than steps.
     pub(super) fn check(&self, steps: u64, counts: &[u64]) -> Result<()> {
         if counts.len() != self.counts.len() {
-            return Err(Error::usage(format!(
+            refuse!(
                 "saved optimizer state counts the updates of {} parameters, expected {}",
                 counts.len(),
                 self.counts.len()
-            )));
+            );
         }
         match counts.iter().find(|count| **count > steps) {
             None => Ok(()),
-            Some(count) => Err(Error::usage(format!(
+            Some(count) => refuse!(
                 "saved optimizer state has a parameter updated {count} times in {steps} steps"
-            ))),
+            ),
         }
     }
 

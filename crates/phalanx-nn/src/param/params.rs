@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 
 use super::layout::Layout;
 use super::lora::LoraConfig;
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, refuse};
 use phalanx_kernels::aligned::{AlignedBuf, round_up};
 
 /// The model of a parameter or buffer: a unique number of each root [`Scope`](crate::Scope) of the
@@ -340,12 +340,12 @@ impl Params {
             let numel = shape.iter().try_fold(1usize, |n, &d| n.checked_mul(d));
             let rank = info.layout.rank().unwrap_or(shape.len());
             if rank != shape.len() || numel != Some(values.len()) {
-                return Err(Error::usage(format!(
+                refuse!(
                     "parameter {}: shape {shape:?} does not fit the layout {} and {} values",
                     info.name,
                     info.layout,
                     values.len()
-                )));
+                );
             }
             let mut own = AlignedBuf::zeroed(values.len());
             own.copy_from_slice(&values);
@@ -441,13 +441,13 @@ fn foreign(kind: &str, index: usize, here: Option<&ParamInfo>) -> Error {
 
 pub(super) fn import(info: &ParamInfo, from: &[f32], into: &mut [f32]) -> Result<()> {
     if from.len() != info.len {
-        return Err(Error::usage(format!(
+        refuse!(
             "parameter {} of shape {:?} has {} values, got {}",
             info.name,
             info.shape,
             info.len,
             from.len()
-        )));
+        );
     }
     info.layout.import(&info.shape, from, into);
     Ok(())

@@ -5,7 +5,7 @@ use std::collections::HashSet;
 use super::layout::Layout;
 use super::lora::LoraConfig;
 use super::params::{BufferId, ModelId, ParamId, Params, Section, new_version};
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, refuse};
 use crate::rng::{init, torch::Generator};
 use phalanx_kernels::aligned::AlignedBuf;
 use phalanx_kernels::isa;
@@ -159,10 +159,10 @@ impl Scope<'static> {
         // Every model is built here before anything is computed.
         isa::chosen().map_err(Error::usage)?;
         let Held::Own(r) = self.registry else {
-            return Err(Error::usage(format!(
+            refuse!(
                 "the scope {} was entered; build the one that Scope::new made",
                 self.prefix
-            )));
+            );
         };
         let mut r = *r;
         r.draw_adapters();

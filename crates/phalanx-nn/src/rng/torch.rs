@@ -10,7 +10,7 @@
 use phalanx_kernels::rng::mt19937::Mt19937;
 use phalanx_kernels::rng::numbers::{NORMAL_BLOCK, box_muller, uniforms};
 
-use crate::{Error, Result};
+use crate::{Result, refuse};
 
 /// The default seed of a PyTorch generator.
 pub const DEFAULT_SEED: u64 = 67_280_421_310_721;
@@ -89,9 +89,7 @@ impl Generator {
     /// `Usage` when there is none.
     pub fn randint(&mut self, low: i64, high: i64, n: usize) -> Result<Vec<i64>> {
         if low >= high {
-            return Err(Error::usage(format!(
-                "randint: there is no number from {low} to below {high}"
-            )));
+            refuse!("randint: there is no number from {low} to below {high}");
         }
         let range = high.wrapping_sub(low) as u64;
         let draw = |_| {
@@ -116,17 +114,13 @@ impl Generator {
         let mut sums: Vec<f32> = Vec::with_capacity(weights.len());
         for (i, &w) in weights.iter().enumerate() {
             if !(w >= 0.0 && w.is_finite()) {
-                return Err(Error::usage(format!(
-                    "multinomial: weight {i} is {w}; it must be a number of at least 0"
-                )));
+                refuse!("multinomial: weight {i} is {w}; it must be a number of at least 0");
             }
             sum += w;
             sums.push(sum);
         }
         if !(sum > 0.0 && sum.is_finite()) {
-            return Err(Error::usage(format!(
-                "multinomial: the sum of the weights is {sum}; it must be a positive number"
-            )));
+            refuse!("multinomial: the sum of the weights is {sum}; it must be a positive number");
         }
         if n == 1 {
             let mut best = (0, 0.0);

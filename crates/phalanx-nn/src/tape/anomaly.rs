@@ -5,7 +5,6 @@ use super::node::{Node, Visit};
 use super::state::{Slot, SlotId, State};
 use crate::error::{Error, Result, anomaly};
 use crate::param::{ParamInfo, Params};
-use crate::pool::Buf;
 use phalanx_kernels::element::{Element, Values};
 
 /// Value and indices of the first element, in memory of this shape, that is NaN, or infinite unless
@@ -68,16 +67,13 @@ fn name_of(node: &Node, params: &Params) -> String {
 }
 
 impl Slot {
-    fn values_of<'b>(&self, buf: &'b Buf) -> Values<'b> {
-        Values::of(buf.slice(), self.precision, self.shape.numel())
-    }
-
     /// Checks its gradient, if it has one.
     fn check_gradient(&self, what: impl FnOnce() -> String) -> Result<()> {
-        match &self.grad {
-            Some(grad) => check((self.values_of(grad), &self.shape, false), what),
-            None => Ok(()),
-        }
+        let Some(grad) = &self.grad else {
+            return Ok(());
+        };
+        let values = Values::of(grad.slice(), self.precision, self.shape.numel());
+        check((values, &self.shape, false), what)
     }
 }
 

@@ -10,7 +10,7 @@ use super::node::{Operand, Visit};
 use super::segment;
 use super::state::{SlotId, State};
 use crate::Precision;
-use crate::error::{Error, Result, outside};
+use crate::error::{Error, Result, outside, refuse};
 use crate::ops::batch_norm::JoinStatistics;
 use crate::param::{GradSink, ParamId, Params};
 use crate::pool::{Buf, Pool};
@@ -215,12 +215,12 @@ fn slot_of<'s>(
     if slot.len() == info.len {
         return Ok(slot);
     }
-    Err(Error::usage(format!(
+    refuse!(
         "the gradient sink gave {} elements for {}, which has {}",
         slot.len(),
         info.name,
         info.len
-    )))
+    )
 }
 
 fn accepted(answer: phalanx_base::Result<()>, params: &Params, param: ParamId) -> Result<()> {
@@ -309,26 +309,20 @@ pub(super) fn run(
 
 fn check(state: &State, loss: SlotId, gradient: &[f32]) -> Result<()> {
     if state.walked {
-        return Err(Error::usage(
-            "this step already ran its backward pass; start a new step",
-        ));
+        refuse!("this step already ran its backward pass; start a new step");
     }
     if !state.training {
-        return Err(Error::usage(
-            "an inference step records nothing and has no backward pass",
-        ));
+        refuse!("an inference step records nothing and has no backward pass");
     }
     let numel = state.shape(loss).numel();
     if numel != gradient.len() {
-        return Err(Error::usage(format!(
+        refuse!(
             "backward got a gradient of {} elements for a tensor of {numel}",
             gradient.len()
-        )));
+        );
     }
     if !state.wants_grad(loss) {
-        return Err(Error::usage(
-            "this tensor depends on no parameter and no variable",
-        ));
+        refuse!("this tensor depends on no parameter and no variable");
     }
     Ok(())
 }

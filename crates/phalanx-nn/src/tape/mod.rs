@@ -20,7 +20,7 @@ use std::cell::{RefCell, RefMut};
 use std::sync::Arc;
 
 use crate::Precision;
-use crate::error::{Error, Result};
+use crate::error::{Result, refuse};
 use crate::ops::batch_norm::JoinStatistics;
 use crate::param::{GradSink, ParamId, ParamInfo, Params};
 use crate::profile::{Clock, Profile};
@@ -209,11 +209,11 @@ impl<'a> Step<'a> {
     fn leaf<'s>(&'s self, data: &[f32], shape: &[usize], wants_grad: bool) -> Result<Tensor<'s>> {
         let shape = Shape::new(shape)?;
         if shape.numel() != data.len() {
-            return Err(Error::usage(format!(
+            refuse!(
                 "input of shape {shape:?} needs {} values, got {}",
                 shape.numel(),
                 data.len()
-            )));
+            );
         }
         let slot = {
             let mut st = self.state();

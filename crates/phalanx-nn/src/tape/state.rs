@@ -7,7 +7,7 @@ use super::key::StepKey;
 use super::node::{Node, Operand, Visit};
 use super::segment::Segments;
 use crate::Precision;
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, refuse};
 use crate::ops::batch_norm::{JoinStatistics, Statistics};
 use crate::param::Params;
 use crate::pool::{Buf, Pool};
@@ -140,10 +140,10 @@ impl State {
             let known = self.samples.len() as u64;
             self.samples.extend(known..rows as u64);
         } else if self.samples.len() != rows {
-            return Err(Error::usage(format!(
+            refuse!(
                 "the step's key names {} samples, but dropout meets {rows} rows",
                 self.samples.len()
-            )));
+            );
         }
         let started = || Error::internal("no step has been started");
         let base = self.key.ok_or_else(started)?;

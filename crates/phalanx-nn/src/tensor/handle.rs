@@ -5,7 +5,7 @@ use std::cell::Cell;
 use crate::param::GradSink;
 use crate::tape::{SlotId, State, Step};
 use crate::tensor::Shape;
-use crate::{Error, Precision, Result};
+use crate::{Precision, Result, refuse};
 
 /// A value of one training step: images are (N, H, W, C), everything else is
 /// row-major with the batch outermost.
@@ -91,10 +91,10 @@ impl<'s> Tensor<'s> {
     pub fn item(&self) -> Result<f32> {
         match self.data() {
             [one] => Ok(*one),
-            _ => Err(Error::usage(format!(
+            _ => refuse!(
                 "item() needs a tensor of one element, this one has shape {:?}; losses have one with Reduction::Mean or Sum",
                 self.dims()
-            ))),
+            ),
         }
     }
 
@@ -177,10 +177,10 @@ impl<'s> Tensor<'s> {
     /// finite where that is [checked](crate::Tape::set_anomaly) (the step cannot be used after that).
     pub fn backward(self, sink: &mut dyn GradSink) -> Result<()> {
         if self.numel() != 1 {
-            return Err(Error::usage(format!(
+            refuse!(
                 "backward needs a loss of one element, this tensor has shape {:?}; use backward_with",
                 self.dims()
-            )));
+            );
         }
         self.backward_with(&[1.0], sink)
     }

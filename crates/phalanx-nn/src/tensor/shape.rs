@@ -3,7 +3,7 @@
 use std::fmt;
 use std::ops::Deref;
 
-use crate::error::{Error, Result};
+use crate::error::{Result, refuse};
 
 /// Dimensions at most.
 const MAX_RANK: usize = 6;
@@ -19,9 +19,7 @@ impl Shape {
     pub(crate) fn new(dims: &[usize]) -> Result<Self> {
         let mut d = [1; MAX_RANK];
         let Some(head) = d.get_mut(..dims.len()) else {
-            return Err(Error::usage(format!(
-                "shape {dims:?} has more than {MAX_RANK} dimensions"
-            )));
+            refuse!("shape {dims:?} has more than {MAX_RANK} dimensions");
         };
         head.copy_from_slice(dims);
         // A zero must not hide the others: operations multiply some of the sizes.
@@ -29,7 +27,7 @@ impl Shape {
             .iter()
             .try_fold(1usize, |n, &d| n.checked_mul(d.max(1)));
         if total.is_none_or(|n| n > isize::MAX as usize / 8) {
-            return Err(Error::usage(format!("shape {dims:?} is too large")));
+            refuse!("shape {dims:?} is too large");
         }
         Ok(Shape {
             dims: d,

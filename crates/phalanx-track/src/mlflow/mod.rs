@@ -18,7 +18,7 @@ use self::server::{Refused, Server, URI};
 use crate::files::{files_of, open_in, version};
 use crate::follow::{LARGEST_FILE, RUN_FILE};
 use crate::values::{folder_name, is_weights, shown};
-use crate::{Error, Result, Tracker};
+use crate::{Error, Result, Tracker, refuse};
 
 const EXPERIMENT: &str = "MLFLOW_EXPERIMENT_NAME";
 
@@ -119,9 +119,7 @@ impl Mlflow {
             .or(env.get(URI).map(|uri| &**uri))
             .filter(|uri| !uri.is_empty());
         let Some(uri) = uri else {
-            return Err(Error::usage(format!(
-                "no address of an MLflow server: give one as http://HOST:PORT, or set {URI}"
-            )));
+            refuse!("no address of an MLflow server: give one as http://HOST:PORT, or set {URI}");
         };
         let experiment = env.get(EXPERIMENT).filter(|name| !name.is_empty());
         Ok(Mlflow {
@@ -142,10 +140,10 @@ impl Mlflow {
             Ok(answer) => {
                 let experiment = &answer["experiment"];
                 if experiment["lifecycle_stage"] == "deleted" {
-                    return Err(Error::usage(format!(
+                    refuse!(
                         "the experiment \"{own}\" on {} is deleted; set {EXPERIMENT} to another one",
                         self.server.uri()
-                    )));
+                    );
                 }
                 id(experiment)
             }

@@ -12,7 +12,7 @@ use phalanx_http::ureq::http::{Response, Uri};
 use phalanx_http::ureq::{self, Agent, Body, RequestBuilder};
 use serde_json::Value;
 
-use crate::{Error, ErrorKind, Result};
+use crate::{Error, ErrorKind, Result, refuse};
 
 /// The variable with the server's address.
 pub(super) const URI: &str = "MLFLOW_TRACKING_URI";
@@ -186,9 +186,7 @@ impl Server {
                 let json: Value = json.unwrap_or_default();
                 let text = |name: &str| json[name].as_str().map(|text| one_line(text).into_owned());
                 let Some(code) = text("error_code") else {
-                    return Err(Error::usage(format!(
-                        "{uri} is not an MLflow tracking server (HTTP status {status})"
-                    )));
+                    refuse!("{uri} is not an MLflow tracking server (HTTP status {status})");
                 };
                 let message = text("message").unwrap_or_default();
                 let message = message.chars().take(SHOWN_CHARS).collect();

@@ -3,7 +3,7 @@
 use phalanx_ddp::{Bf16Gradients, Exchange, F16Gradients, GradientHook};
 
 use super::{Determinism, Settings};
-use crate::error::{Error, Result};
+use crate::error::{Result, refuse};
 
 /// Data type of gradients in their exchange.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
@@ -62,9 +62,9 @@ impl ExchangeArg {
     pub fn validate(self, settings: &Settings) -> Result<()> {
         match (self, needs_whole(settings)) {
             (ExchangeArg::ReduceScatter | ExchangeArg::AtStep, Some(flag)) => {
-                Err(Error::usage(format!(
+                refuse!(
                     "{flag} needs every rank to have whole gradients; leave out --exchange, or say --exchange all-reduce"
-                )))
+                )
             }
             _ => Ok(()),
         }

@@ -8,7 +8,7 @@ use phalanx_member::RankContext;
 
 use super::{ExchangeArg, GradientType, Settings};
 use crate::choice_name;
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, refuse};
 
 /// Arguments about the mesh of ranks.
 #[derive(Debug, Clone, clap::Args)]
@@ -179,9 +179,9 @@ impl Mesh {
             ),
         ];
         match cases.into_iter().find(|(is_typed, ..)| *is_typed) {
-            Some((_, flag, why)) => Err(Error::usage(format!(
-                "{flag} does not go with {asked_by}: {why}; leave out one of them"
-            ))),
+            Some((_, flag, why)) => {
+                refuse!("{flag} does not go with {asked_by}: {why}; leave out one of them")
+            }
             None => Ok(()),
         }
     }

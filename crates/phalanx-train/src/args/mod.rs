@@ -30,7 +30,7 @@ pub use self::split::{Determinism, SplitArgs};
 pub use self::start::Start;
 pub use self::tune::TuneArgs;
 pub(crate) use self::tune::lora_metadata;
-use crate::error::{Error, Result, check_count};
+use crate::error::{Error, Result, check_count, refuse};
 use crate::format::number;
 use crate::{choice_name, lr_finder};
 
@@ -343,39 +343,39 @@ impl Settings {
         self.tune.validate(matches!(self.init, Start::File(_)))?;
         // `auto` may find no checkpoint: a script that is started again says both.
         if matches!(self.init, Start::File(_)) && self.saving.resumed_path().is_some() {
-            return Err(Error::usage(
-                "--resume restores the checkpoint's weights, so --init has no effect; remove one of them",
-            ));
+            refuse!(
+                "--resume restores the checkpoint's weights, so --init has no effect; remove one of them"
+            );
         }
         if self.find_lr && self.saving.enabled() {
-            return Err(Error::usage(
-                "--find-lr saves no checkpoints; remove --save-every, --resume and --stop-after",
-            ));
+            refuse!(
+                "--find-lr saves no checkpoints; remove --save-every, --resume and --stop-after"
+            );
         }
         if let (true, Some(steps @ ..lr_finder::LEAST_STEPS)) = (self.find_lr, self.max_steps) {
-            return Err(Error::usage(format!(
+            refuse!(
                 "--find-lr needs at least {} steps, and --max-steps is {steps}",
                 lr_finder::LEAST_STEPS
-            )));
+            );
         }
         check_lr(self.lr())?;
         if self
             .bucket_cap_mb
             .is_some_and(|cap| !(cap.is_finite() && cap > 0.0))
         {
-            return Err(Error::usage("--bucket-cap-mb must be above 0"));
+            refuse!("--bucket-cap-mb must be above 0");
         }
         if let Some(global) = self.global_batch_size {
             if global < world {
-                return Err(Error::usage(format!(
+                refuse!(
                     "--global-batch-size {global} leaves some of the {world} ranks without a sample; use at least {world}"
-                )));
+                );
             }
             if self.sampler == SamplerKind::Torch && !global.is_multiple_of(world) {
-                return Err(Error::usage(format!(
+                refuse!(
                     "--sampler torch gives every rank the same batch size, and --global-batch-size {global} is not \
                      divisible by {world} ranks; use --sampler exact or another size"
-                )));
+                );
             }
         }
         self.split.validate(
@@ -387,9 +387,7 @@ impl Settings {
         if self.split.determinism() == Determinism::Shards
             && self.gradient_type != GradientType::F32
         {
-            return Err(Error::usage(
-                "--deterministic shards adds gradients as they are; leave out --gradient-type",
-            ));
+            refuse!("--deterministic shards adds gradients as they are; leave out --gradient-type");
         }
         Ok(())
     }
@@ -401,10 +399,10 @@ impl Settings {
     /// Usage errors naming the flag.
     pub fn check_sync_batch_norm(&self) -> Result<()> {
         match self.split.determinism() {
-            Determinism::Shards => Err(Error::usage(
+            Determinism::Shards => refuse!(
                 "--deterministic shards takes the batch norm statistics of each shard, and synchronized batch norms those of all \
-                 ranks; leave out one of them",
-            )),
+                 ranks; leave out one of them"
+            ),
             _ => Ok(()),
         }
     }

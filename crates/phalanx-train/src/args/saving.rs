@@ -7,7 +7,7 @@ use clap::builder::NonEmptyStringValueParser;
 use phalanx_base::files::{Dir, as_typed};
 
 use super::Attempt;
-use crate::error::{Error, Result, check_count};
+use crate::error::{Error, Result, check_count, refuse};
 use crate::{choice_name, stop};
 use phalanx_member::RankContext;
 
@@ -177,29 +177,25 @@ impl SavingArgs {
     pub fn validate(&self, has_folder: bool) -> Result<()> {
         check_count("--keep", self.keep(), 1_000_000)?;
         if self.keep.is_some() && !self.enabled() {
-            return Err(Error::usage(
-                "--keep is for resumable checkpoints, and none is saved; add --save-every STEPS, or leave it out",
-            ));
+            refuse!(
+                "--keep is for resumable checkpoints, and none is saved; add --save-every STEPS, or leave it out"
+            );
         }
         for (flag, steps) in [
             ("--save-every", self.save_every),
             ("--stop-after", self.stop_after),
         ] {
             if steps == Some(0) {
-                return Err(Error::usage(format!("{flag} must be at least 1")));
+                refuse!("{flag} must be at least 1");
             }
         }
         if let Some(seconds) = self.stop_grace_s
             && Duration::try_from_secs_f64(seconds).is_err()
         {
-            return Err(Error::usage(
-                "--stop-grace-s must be a number of seconds from 0 up",
-            ));
+            refuse!("--stop-grace-s must be a number of seconds from 0 up");
         }
         if self.resume.as_deref() == Some(AUTO) && !has_folder {
-            return Err(Error::usage(
-                "--resume auto looks for checkpoints in the --output-dir; say which",
-            ));
+            refuse!("--resume auto looks for checkpoints in the --output-dir; say which");
         }
         Ok(())
     }

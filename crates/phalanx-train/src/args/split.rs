@@ -2,7 +2,7 @@
 
 use phalanx_ddp::{Deterministic, ShardTree};
 
-use crate::error::{Error, Result, check_count};
+use crate::error::{Result, check_count, refuse};
 
 /// How far the bits of a training are fixed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
@@ -64,10 +64,10 @@ impl SplitArgs {
     /// Usage, when just that was asked for.
     pub fn allow_any_order(&mut self) -> Result<()> {
         if self.deterministic == Some(Determinism::Ranks) {
-            return Err(Error::usage(
+            refuse!(
                 "--algorithm fastest adds in whatever order was measured to be fastest, and --deterministic ranks promises \
-                 the same bits in every run; leave one of them out",
-            ));
+                 the same bits in every run; leave one of them out"
+            );
         }
         // Shards are folded in their tree, whatever the algorithm.
         self.deterministic.get_or_insert(Determinism::Off);
@@ -91,49 +91,47 @@ impl SplitArgs {
         check_count("--shards", self.shards(), ShardTree::MAX_SHARDS)?;
         let in_shards = self.determinism() == Determinism::Shards;
         if padded && (self.accumulate > 1 || in_shards) {
-            return Err(Error::usage(
-                "--sampler torch goes with neither --accumulate nor --deterministic shards; use --sampler exact",
-            ));
+            refuse!(
+                "--sampler torch goes with neither --accumulate nor --deterministic shards; use --sampler exact"
+            );
         }
         if !in_shards {
             if self.shards.is_some() {
-                return Err(Error::usage(
-                    "--shards is for --deterministic shards; add that, or leave it out",
-                ));
+                refuse!("--shards is for --deterministic shards; add that, or leave it out");
             }
             let each = (global_batch / world.max(1)).max(1);
             if self.accumulate > each {
-                return Err(Error::usage(format!(
+                refuse!(
                     "--accumulate {} leaves some micro-batches without a sample, since a rank has {each} a step; use at \
                      most {each}, or a larger batch",
                     self.accumulate
-                )));
+                );
             }
             return Ok(());
         }
         if self.accumulate > 1 {
-            return Err(Error::usage(
+            refuse!(
                 "--deterministic shards cuts every step into its shards already; leave out --accumulate, or raise \
-                 --shards for smaller ones",
-            ));
+                 --shards for smaller ones"
+            );
         }
         let Some(global_batch) = typed_global else {
-            return Err(Error::usage(
-                "--deterministic shards needs a --global-batch-size, since --batch-size grows with the number of ranks",
-            ));
+            refuse!(
+                "--deterministic shards needs a --global-batch-size, since --batch-size grows with the number of ranks"
+            );
         };
         let shards = self.shards();
         if world > shards {
-            return Err(Error::usage(format!(
+            refuse!(
                 "{world} ranks cannot share {shards} shards; use --shards {} or more, for all runs that are to be equal",
                 world.next_power_of_two()
-            )));
+            );
         }
         if global_batch < shards {
-            return Err(Error::usage(format!(
+            refuse!(
                 "--global-batch-size {global_batch} leaves some of the {shards} shards without a sample; use at least \
                  {shards}"
-            )));
+            );
         }
         Ok(())
     }

@@ -6,7 +6,7 @@ use phalanx_base::text::number;
 use phalanx_checkpoint::{AdapterConfig, LoadOptions};
 use phalanx_nn::{Layout, LoraConfig, Params};
 
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, refuse};
 
 /// How `--init` loads weights, and which parameters are trained.
 #[derive(Debug, Clone, Default, clap::Args)]
@@ -55,11 +55,10 @@ impl TuneArgs {
             return Err(Error::usage(what));
         }
         if self.lora_alpha.is_some_and(|alpha| !alpha.is_finite()) {
-            return Err(Error::usage("--lora-alpha must be a number"));
+            refuse!("--lora-alpha must be a number");
         }
         if self.lora_dropout.is_some_and(|p| !(0.0..1.0).contains(&p)) {
-            let what = "--lora-dropout must lie in 0..1 (1 excluded)";
-            return Err(Error::usage(what));
+            refuse!("--lora-dropout must lie in 0..1 (1 excluded)");
         }
         self.lora().map(drop)
     }

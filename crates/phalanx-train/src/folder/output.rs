@@ -292,8 +292,7 @@ impl Output {
     /// rank's own, and a stop, are left as they are; so are those of a rank whose launcher writes the report.
     pub fn with_report(&self, error: Error) -> Error {
         match error.kind() {
-            ErrorKind::PeerLost | ErrorKind::Timeout => error,
-            ErrorKind::Stopped => error,
+            ErrorKind::PeerLost | ErrorKind::Timeout | ErrorKind::Stopped => error,
             _ if self.opened.is_none() || error.is_printed() || log::has_launcher() => error,
             _ => error.note("report", as_typed(&self.dir.join(REPORT_FILE))),
         }

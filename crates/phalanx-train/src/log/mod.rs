@@ -28,7 +28,7 @@ pub(crate) use self::system::{Counters, processor};
 use self::system::{Members, System};
 pub(crate) use self::writer::{EVENTS_FILE, Files, IMAGES_DIR, TABLES_DIR, has_launcher, warn};
 use self::writer::{Message, Status, Writer, event};
-use crate::error::{Error, ErrorKind, Result};
+use crate::error::{Error, ErrorKind, Result, refuse};
 use crate::say;
 
 /// The names in the trainer's own records of `metrics.jsonl`, also of those that earlier versions wrote. Others are the
@@ -189,8 +189,7 @@ impl RunLog {
         let mut record = json!({ "step": step, "epoch": epoch, "elapsed_s": elapsed });
         for (name, value) in values {
             if is_own_name(name) {
-                let what = format!("\"{name}\" is logged by the trainer; use another name");
-                return Err(Error::usage(what));
+                refuse!("\"{name}\" is logged by the trainer; use another name");
             }
             record[*name] = json!(value);
         }
@@ -234,11 +233,6 @@ impl RunLog {
         self.send(Message::Members(Members::of(ctx)));
     }
 
-    /// Writes that the ranks have changed before the step `step`, counted from 0.
-    pub(crate) fn rank_change(&self, step: u64, change: Value) {
-        self.say("ranks", Some(step), change);
-    }
-
     /// Writes that a checkpoint of `step` steps is being saved.
     pub fn checkpoint(&self, step: u64, file: &Path) {
         let file = file.to_string_lossy();
@@ -248,7 +242,7 @@ impl RunLog {
     /// Writes `png` to `images/`.
     pub(crate) fn image(&self, (step, epoch): (u64, usize), name: &str, png: &[u8]) -> Result<()> {
         if png_size(png).is_none() {
-            return Err(Error::usage(format!("the image \"{name}\" is not a PNG")));
+            refuse!("the image \"{name}\" is not a PNG");
         }
         let file = format!("{}-{epoch}-{step}.png", file_name(name));
         let path = format!("{IMAGES_DIR}/{file}");
@@ -360,7 +354,8 @@ impl RunLog {
         }
     }
 
-    fn say(&self, kind: &str, step: Option<u64>, fields: Value) {
+    /// Writes an event of the kind `kind`; steps count from 0.
+    pub(crate) fn say(&self, kind: &str, step: Option<u64>, fields: Value) {
         self.send(Message::Event(self.make(kind, step, fields)));
     }
 

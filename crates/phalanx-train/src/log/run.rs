@@ -12,7 +12,7 @@ use phalanx_nn::{GraphNode, ParamInfo};
 use serde_json::{Value, json};
 
 use crate::args::LabelArgs;
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, refuse};
 use crate::say;
 
 pub(crate) const RUN_FILE: &str = "run.json";
@@ -183,7 +183,7 @@ impl LabelArgs {
     /// Usage, where the folder has no `run.json`; those of reading and writing.
     pub fn add_to_folder(&self, dir: &Path) -> Result<()> {
         if !dir.is_dir() {
-            return Err(Error::usage(format!("no folder {}", dir.display())));
+            refuse!("no folder {}", dir.display());
         }
         let folder = Dir::open(dir)?;
         let text = folder.read(RUN_FILE, MAX_RUN_BYTES)?;

@@ -13,7 +13,7 @@ use serde::Deserialize;
 
 use super::{History, no_json};
 use crate::args::{AUTO, FOLDER, Found, GLOBAL_BATCH, GRADIENT_TYPE, PROGRAM, SavingArgs};
-use crate::error::{Error, ErrorKind, Result};
+use crate::error::{Error, ErrorKind, Result, refuse};
 use crate::format::plural;
 use crate::param_group::ParamGroup;
 use crate::update::Update;
@@ -90,10 +90,7 @@ impl Resumed {
             }
             let from = &self.from;
             let Some(saved) = saved else {
-                let what = format!(
-                    "--resume {from} continues a training without {name}; this run has {now}"
-                );
-                return Err(Error::usage(what));
+                refuse!("--resume {from} continues a training without {name}; this run has {now}");
             };
             let what = format!(
                 "--resume {from} continues a training whose {name} is {saved}; this run has {now}"
@@ -342,9 +339,7 @@ impl Resumed {
         let now = names(groups.iter().map(|group| &group.name[..]).collect());
         if was != now {
             let from = &self.from;
-            return Err(Error::usage(format!(
-                "--resume {from} continues a training with {was}; this run has {now}"
-            )));
+            refuse!("--resume {from} continues a training with {was}; this run has {now}");
         }
         if let [only] = groups {
             only.ddp.set_skipped_steps(self.history()?.skipped_steps);
@@ -436,10 +431,10 @@ fn read(ctx: &RankContext, wanted: &str, dir: &Path) -> Result<Option<State>> {
         _ => error,
     })?;
     if state.is_none() && wanted != AUTO {
-        return Err(Error::usage(format!(
+        refuse!(
             "--resume {wanted}: there is no checkpoint in {}",
             path.display()
-        )));
+        );
     }
     if let Some(state) = &state {
         warn_not_finite(ctx, state);

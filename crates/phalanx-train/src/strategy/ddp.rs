@@ -20,7 +20,7 @@ use super::gather::Peers;
 use super::{Description, Gradients, Group, Parts, Report, State, StepTools, Strategy};
 use crate::args::{Determinism, ExchangeArg, Settings};
 use crate::batch::{Engine, LoadedMicroBatches, MicroBatchOf, Randomness};
-use crate::error::{Error, Result};
+use crate::error::{Result, refuse};
 use crate::evaluation::Measure;
 use crate::format::{bytes, plural};
 use crate::param_group::{self, ParamGroup, joined_state};
@@ -99,9 +99,9 @@ impl<'s, B> MicroBatch<'s, B> {
     pub fn all_gather(&self, x: Tensor<'s>) -> Result<(Tensor<'s>, Vec<u32>)> {
         match self.peers {
             Some(peers) => peers.all_gather(self.step(), x, self.samples()),
-            None => Err(Error::usage(
-                "all_gather is for training steps; for an evaluation, Trainer::predict gives the rows of all samples",
-            )),
+            None => refuse!(
+                "all_gather is for training steps; for an evaluation, Trainer::predict gives the rows of all samples"
+            ),
         }
     }
 }

@@ -4,7 +4,7 @@ use phalanx_comm::ReduceOp;
 use phalanx_ddp::{Exchange, all_share_memory};
 
 use crate::args::{ExchangeArg, Settings, needs_whole};
-use crate::error::{Error, Result};
+use crate::error::{Result, refuse};
 use phalanx_member::RankContext;
 
 /// Compute threads of a rank beyond which one thread's exchange would keep the others waiting for long.
@@ -45,9 +45,9 @@ impl ExchangeArg {
             || ctx.elastic.is_some()
             || whole.is_some();
         if let (ExchangeArg::ReduceScatter | ExchangeArg::AtStep, Some(name)) = (self, whole) {
-            return Err(Error::usage(format!(
+            refuse!(
                 "{name} needs every rank to have whole gradients; leave out --exchange, or say --exchange all-reduce"
-            )));
+            );
         }
         Ok(match self {
             ExchangeArg::Auto if needs_whole(settings).is_some() || wants_whole => {

@@ -3,7 +3,7 @@
 use phalanx_comm::{ProcessGroup, ReduceOp};
 use phalanx_nn::{CustomOp, Step, Tensor};
 
-use crate::error::{Error, Result};
+use crate::error::{Result, refuse};
 use crate::split::BatchSplit;
 
 /// The ranks that take a micro-batch at the same time.
@@ -38,19 +38,20 @@ impl Peers {
     ) -> Result<(Tensor<'s>, Vec<u32>)> {
         let mut shape = x.shape();
         if self.sizes.is_empty() {
-            let what = "all_gather does not work with --deterministic shards, where each shard is computed alone";
-            return Err(Error::usage(what));
+            refuse!(
+                "all_gather does not work with --deterministic shards, where each shard is computed alone"
+            );
         }
         let (sizes, rank) = (&self.sizes, self.group.rank());
         if let Some(idle) = sizes.iter().position(|size| *size == 0) {
-            return Err(Error::usage(format!(
+            refuse!(
                 "all_gather: rank {idle} has no sample in this step\n  --drop-last leaves out a last batch that is short"
-            )));
+            );
         }
         if shape.first() != Some(&rows) {
-            return Err(Error::usage(format!(
+            refuse!(
                 "all_gather: a tensor of shape {shape:?} for {rows} samples; the first size is that of the micro-batch"
-            )));
+            );
         }
         shape[0] = sizes.iter().sum();
         let own = (0..rows).map(|row| (row * sizes.len() + rank) as u32);

@@ -26,7 +26,7 @@ use super::{
 use crate::args::{Mesh, Settings, restarts_ranks};
 use crate::batch::{Engine, LoadedMicroBatches, MicroBatchOf, Randomness};
 use crate::different_arguments;
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, refuse};
 use crate::evaluation::Measure;
 use crate::format::{bytes, thousands};
 use crate::saving::{History, Resumed, SaveAction, Saving};
@@ -192,15 +192,11 @@ impl Strategy for OnMesh {
         let (mut params, sampler, drop_last) = (parts.params, choices.sampler, choices.drop_last);
         let order = choices.order;
         if !choices.frozen.is_empty() {
-            return Err(Error::usage(
-                "a mesh trains all parameters: leave out frozen(...)",
-            ));
+            refuse!("a mesh trains all parameters: leave out frozen(...)");
         }
         let mut optimizers = choices.optimizers.into_iter();
         let (Some((_, make)), None) = (optimizers.next(), optimizers.next()) else {
-            return Err(Error::usage(
-                "a mesh has one optimizer: leave out optimizer_of(...)",
-            ));
+            refuse!("a mesh has one optimizer: leave out optimizer_of(...)");
         };
         let mut fingerprint = Fingerprint::new();
         for fact in parts.facts {
@@ -232,19 +228,19 @@ impl Strategy for OnMesh {
         let mut ids = weights.local().ids().zip(weights.local().infos());
         let split = ids.find(|(id, info)| info.shape.len() > 1 && is_split(*id));
         if let (false, Some((_, info))) = (optimizer.is_elementwise(), split) {
-            return Err(Error::usage(format!(
+            refuse!(
                 "{} needs whole matrices, and the mesh divides {}; use another optimizer or mesh",
                 optimizer.name(),
                 info.name
-            )));
+            );
         }
         let whole = |id| weights.layout(id).sbp()[0] == Sbp::Broadcast;
         let mut ids = weights.local().ids().zip(weights.local().infos());
         if let (Some(_), Some((_, info))) = (ctx.elastic, ids.find(|(id, _)| !whole(*id))) {
-            return Err(Error::usage(format!(
+            refuse!(
                 "--elastic needs each part of the model on all ranks of data, and {} is split over them",
                 info.name
-            )));
+            );
         }
         Ok(OnMesh {
             mesh,

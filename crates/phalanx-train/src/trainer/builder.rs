@@ -28,7 +28,7 @@ use super::{Purpose, Reports, Trainer, Trainings};
 use crate::args::{self, FOLDER, Found, Mesh, Settings};
 use crate::best::{BestEpoch, EarlyStopping};
 use crate::deliveries::Deliveries;
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, refuse};
 use crate::evaluation::Evaluation;
 use crate::folder::{BEST_FILE, Files, Lock, Output, RunDir, default_output_dir};
 use crate::format::thousands;
@@ -379,7 +379,7 @@ impl<'j, M, S: Strategy> TrainerBuilder<'j, M, S> {
             settings.check_elastic()?;
             S::check_elastic(&self.strategy)?;
             if !plan.trainings.folders.borrow().is_empty() {
-                return Err(Error::usage("--elastic is for programs with one trainer"));
+                refuse!("--elastic is for programs with one trainer");
             }
         }
         let choices = &mut self.model.choices;
@@ -521,10 +521,7 @@ impl Plan<'_> {
             return Ok(dir);
         };
         if !is_folder_name(name) {
-            let what = format!(
-                "folder({name:?}): use letters, digits, - and _, and no name of the trainer's"
-            );
-            return Err(Error::usage(what));
+            refuse!("folder({name:?}): use letters, digits, - and _, and no name of the trainer's");
         }
         if self.settings.track.output_url.is_some() {
             let what = "--output-url keeps one training, and this program has several";

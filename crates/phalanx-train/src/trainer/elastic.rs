@@ -321,11 +321,6 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
         }
     }
 
-    /// Whether ranks are to join, leave or wait, as all agreed in the step that was taken.
-    pub(super) fn set_wanted(&mut self, wanted: bool) {
-        self.elastic.wanted = wanted;
-    }
-
     /// Runs `work`, by which rank 0 writes files, on all ranks. In an elastic training another rank does it again where rank 0
     /// is lost before it has ended.
     pub(super) fn by_rank_0(

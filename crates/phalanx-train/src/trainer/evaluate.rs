@@ -17,7 +17,7 @@ use serde::de::DeserializeOwned;
 
 use super::{Purpose, Trainer};
 use crate::batch::{BatchPosition, Randomness};
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, refuse};
 use crate::evaluation::{Evaluation, Measure};
 use crate::folder::BEST_FILE;
 use crate::saving::History;
@@ -161,11 +161,11 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
         let (classes, names): (usize, Vec<String>) = group.broadcast_object(Some(&measured), 0)?;
         let mut confusion = confusion.unwrap_or_else(|| Confusion::new(classes));
         if confusion.classes() != classes {
-            return Err(Error::usage(format!(
+            refuse!(
                 "rank {} classified into {} classes, rank 0 into {classes}",
                 self.ctx.rank(),
                 confusion.classes()
-            )));
+            );
         }
         ShardTree::gather_values(group, &mut losses)?;
         if classes > 0 {
@@ -256,18 +256,16 @@ impl<M> Trainer<'_, M> {
     /// damaged; peers that are lost.
     pub fn load_best(&mut self) -> Result<()> {
         if self.purpose != Purpose::Train {
-            return Err(Error::usage("only a training has best weights"));
+            refuse!("only a training has best weights");
         }
         if matches!(self.course.position.get(), BatchPosition::At(_)) {
-            let what = "load_best comes after the loop over the epochs, not in one over batches";
-            return Err(Error::usage(what));
+            refuse!("load_best comes after the loop over the epochs, not in one over batches");
         }
         if !self.is_complete() {
             self.end_epoch()?;
         }
         let Some(best) = self.course.results.best.so_far().cloned() else {
-            let what = "there are no best weights: no epoch was evaluated";
-            return Err(Error::usage(what));
+            refuse!("there are no best weights: no epoch was evaluated");
         };
         let _phase = self.ctx.phase("loading the best weights");
         self.together(|trainer| {
@@ -313,11 +311,11 @@ impl<M> Trainer<'_, M> {
             let mut measure = |model: &M, batch: MicroBatch<'_, D::Batch>| {
                 let (samples, rows) = (batch.indices(), rows(model, batch)?);
                 if rows.len() != samples.len() {
-                    return Err(Error::usage(format!(
+                    refuse!(
                         "predict: {} rows for a batch of {} samples",
                         rows.len(),
                         samples.len()
-                    )));
+                    );
                 }
                 indices.extend_from_slice(samples);
                 own.extend(rows);

@@ -50,7 +50,7 @@ pub use self::step::PendingUpdate;
 use crate::args::{FOLDER, Settings};
 use crate::batch::{BatchPosition, Batches};
 use crate::deliveries::Deliveries;
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, refuse};
 use crate::evaluation::Evaluation;
 use crate::folder::{BEST_FILE, Files, Output, next_step};
 use crate::format::number;
@@ -178,18 +178,17 @@ impl<'j, M, S: Strategy> Trainer<'j, M, S> {
     /// `--stop-after`) the error that ends the program orderly.
     pub fn batches<D: Dataset + ?Sized>(&mut self, data: &Arc<D>) -> Result<Batches<'j, D>> {
         if self.purpose == Purpose::Evaluate {
-            return Err(Error::usage("the trainer was made with evaluate_only"));
+            refuse!("the trainer was made with evaluate_only");
         }
         if self.is_complete() {
-            let what = "the run is complete and has no epoch left; loop over Trainer::epochs()";
-            return Err(Error::usage(what));
+            refuse!("the run is complete and has no epoch left; loop over Trainer::epochs()");
         }
         let data_len = self.settings.limited_train(data.len());
         if data_len != self.sources.config.samples {
-            return Err(Error::usage(format!(
+            refuse!(
                 "the trainer was made for {} samples, this data set has {data_len}",
-                self.sources.config.samples,
-            )));
+                self.sources.config.samples
+            );
         }
         self.best = None;
         let is_paused = matches!(self.course.position.get(), BatchPosition::Paused(_));
@@ -277,8 +276,7 @@ impl<'j, M, S: Strategy> Trainer<'j, M, S> {
     pub fn record(&mut self, evaluation: Evaluation) -> Result<()> {
         let ctx = self.ctx;
         if evaluation.values.contains_key("loss") {
-            let what = "an evaluation has its own \"loss\"; give the further measure another name";
-            return Err(Error::usage(what));
+            refuse!("an evaluation has its own \"loss\"; give the further measure another name");
         }
         if self.course.lr_finder.is_some() {
             self.set_last(evaluation);
@@ -683,8 +681,7 @@ impl<'j, M, S: Strategy> Trainer<'j, M, S> {
     /// `Usage`, when it is not a number from 0 up.
     pub fn set_lr(&mut self, lr: f64) -> Result<()> {
         if !(lr.is_finite() && lr >= 0.0) {
-            let what = format!("a learning rate is a number from 0 up, not {lr}");
-            return Err(Error::usage(what));
+            refuse!("a learning rate is a number from 0 up, not {lr}");
         }
         if self.course.lr_finder.is_none() {
             self.course.set_lr = Some(lr);

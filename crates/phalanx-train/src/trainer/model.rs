@@ -8,7 +8,7 @@ use phalanx_nn::{Params, Scope, Seed, Tape, Threads};
 
 use super::step::BeforeUpdate;
 use crate::args::Settings;
-use crate::error::{Error, Result};
+use crate::error::{Result, refuse};
 use crate::format::number;
 use crate::log::RunInfo;
 use crate::saving::Resumed;
@@ -70,9 +70,7 @@ impl<'j, M> ModelPlan<'j, M> {
             }
         }
         if choices.frozen.len() == params.len() && !params.is_empty() {
-            return Err(Error::usage(
-                "all parameters are frozen; nothing is left to train",
-            ));
+            refuse!("all parameters are frozen; nothing is left to train");
         }
         info.frozen = choices.frozen.clone();
         if resumed.is_none() {
@@ -121,9 +119,9 @@ fn full_names(params: &Params, names: &[String]) -> Result<Vec<String>> {
         let infos = params.infos().iter().map(|info| &info.name);
         let meant: Vec<&String> = infos.filter(is_meant).collect();
         if meant.is_empty() {
-            return Err(Error::usage(format!(
+            refuse!(
                 "frozen(\"{name}\"): the model has no parameter of this name or pattern, and none whose name begins with \"{name}.\""
-            )));
+            );
         }
         all.extend(meant.into_iter().cloned());
     }

@@ -15,7 +15,7 @@ use super::course::{Ended, Running};
 use super::losses::Losses;
 use super::{Reports, Trainer};
 use crate::batch::{LoadedMicroBatches, Randomness, StepBatch, StepContext};
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, refuse};
 use crate::folder::MFU;
 use crate::format::plural;
 use crate::reporter::StepInfo;
@@ -93,7 +93,7 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
         let taken = self.together(|trainer| trainer.train(0, batch, loss))?;
         self.gather_updated(0)?;
         let at = &*batch.context();
-        self.set_wanted(taken.wanted);
+        self.elastic.wanted = taken.wanted;
         let sums: Vec<f64> = taken.sums.into_iter().map(f64::from_bits).collect();
         let mean = f64::from_bits(taken.mean);
         // Files and terminals may be slow.
@@ -150,9 +150,9 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
         let groups = self.strategy.groups();
         let is_meant = |group: &Group<'_>| !name.is_empty() && group.name == name;
         let Some(group) = groups.iter().position(is_meant) else {
-            return Err(Error::usage(format!(
+            refuse!(
                 "step_of(\"{name}\"): the trainer was made without optimizer_of(\"{name}\", ...)"
-            )));
+            );
         };
         self.save_due()?;
         self.admit()?;
@@ -215,8 +215,7 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
     fn begin(&mut self, group: usize, at: &StepContext) -> Result<()> {
         let running = self.course.running.as_ref().map(|running| running.epoch);
         if running != Some(at.epoch) {
-            let what = format!("the batch of {} is not of the running epoch", at.name());
-            return Err(Error::usage(what));
+            refuse!("the batch of {} is not of the running epoch", at.name());
         }
         self.trainings.unfinished.set(true);
         let position = (at.epoch as u64, at.index as u64 + 1);

@@ -166,7 +166,7 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
             "before": change.before, "after": world, "noticed_s": at(change.noticed), "agreed_s": at(change.agreed),
             "state_s": at(change.state), "redone_s": at(redone),
         });
-        reports.log.rank_change(step, change);
+        reports.log.say("ranks", Some(step), change);
     }
 }
 
