@@ -116,7 +116,7 @@ pub(crate) fn store(url: &str) -> Result<Box<dyn Tracker + Send>> {
     #[cfg(not(feature = "object-store"))]
     {
         let fix = "build with --features object-store";
-        Err(Error::usage("this program was built without object stores").note("fix", fix))
+        Err(crate::Error::usage("this program was built without object stores").note("fix", fix))
     }
 }
 
@@ -134,7 +134,7 @@ pub(crate) fn mlflow(uri: Option<&str>, env: &Env) -> Result<Box<dyn Tracker + S
     {
         let _ = env;
         let fix = "add features = [\"mlflow\"] to phalanx in its Cargo.toml";
-        Err(Error::usage("this program was built without MLflow").note("fix", fix))
+        Err(crate::Error::usage("this program was built without MLflow").note("fix", fix))
     }
 }
 

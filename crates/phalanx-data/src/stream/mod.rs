@@ -160,9 +160,9 @@ mod rows {
         Err(none(name))
     }
 
-    fn none(name: &str) -> Error {
-        let fix = "build with the feature `parquet`";
-        Error::usage(format!("{name}: this program was built without Parquet")).note("fix", fix)
+    fn none(name: &str) -> phalanx_base::Error {
+        let what = format!("{name}: this program was built without Parquet");
+        phalanx_base::Error::usage(what).note("fix", "build with the feature `parquet`")
     }
 }
 

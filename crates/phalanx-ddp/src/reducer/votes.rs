@@ -1,5 +1,7 @@
 //! The ranks' vote on a step, in the last elements (*lanes*) of its last bucket.
 
+use std::ops::Range;
+
 use phalanx_comm::{Call, ReduceOp};
 
 use super::Reducer;
@@ -99,6 +101,22 @@ impl Reducer {
             parameter: Some(spec.name.clone()),
         };
         Ok(Commit::No(large.iter().map(veto).collect()))
+    }
+
+    /// What this rank's memory has of these elements of `param`.
+    pub(super) fn values(&self, param: usize, elems: Range<usize>) -> &[f32] {
+        let (bucket, place) = self.plan.place(param);
+        let run = place.start + elems.start..place.start + elems.end;
+        match (&self.chunks[bucket], &self.memory[bucket]) {
+            (Some(chunk), _) => {
+                let first = self.group.rank() * chunk.len();
+                let run = run.start.checked_sub(first).zip(run.end.checked_sub(first));
+                run.and_then(|(from, to)| chunk.get(from..to))
+                    .unwrap_or_default()
+            }
+            (None, Memory::Reduced(memory)) => memory.get(run).unwrap_or_default(),
+            _ => &[],
+        }
     }
 
     /// The first parameter whose mean is not finite in this rank's part.

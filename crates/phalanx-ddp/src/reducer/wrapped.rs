@@ -3,7 +3,6 @@
 use std::ops::Range;
 
 use super::Reducer;
-use super::memory::Memory;
 
 impl Reducer {
     /// The weight of micro-batch `index`, which is not applied any more,
@@ -34,22 +33,6 @@ impl Reducer {
             return &[];
         }
         self.values(param, elems)
-    }
-
-    /// What this rank's memory has of these elements of `param`.
-    pub(super) fn values(&self, param: usize, elems: Range<usize>) -> &[f32] {
-        let (bucket, place) = self.plan.place(param);
-        let run = place.start + elems.start..place.start + elems.end;
-        match (&self.chunks[bucket], &self.memory[bucket]) {
-            (Some(chunk), _) => {
-                let first = self.group.rank() * chunk.len();
-                let run = run.start.checked_sub(first).zip(run.end.checked_sub(first));
-                run.and_then(|(from, to)| chunk.get(from..to))
-                    .unwrap_or_default()
-            }
-            (None, Memory::Reduced(memory)) => memory.get(run).unwrap_or_default(),
-            _ => &[],
-        }
     }
 
     pub(crate) fn set_skipped_steps(&mut self, steps: u64) {
