@@ -3,7 +3,7 @@
 //! A layer's method is a function of its shape alone (`Method::of`), never
 //! of a timing: another method means other bits.
 //!
-//! * `bf16`: one group, where bf16 is asked for and the processor's [`Family`](crate::Family) multiplies it.
+//! * `bf16`: one group, where bf16 is asked for and the processor's [`Family`] multiplies it.
 //! * `winograd`: 3x3 at stride 1 with 32 channels and more, in sixteens.
 //! * `depthwise`: a kernel for each channel.
 //! * `direct`: other kernels and strides with channels in sixteens, through
