@@ -4,11 +4,11 @@
 ///
 /// Weights, their gradients, sums and statistics are f32 either way. With bf16 a
 /// convolution without bias and activation stores its output as bf16, rounded once
-/// (nearest, ties to even; not 1x1 convolutions of [`Family::Other`]); the batch normalisation after it computes in f32, and rounds
-/// its output (with residual and activation) once, too; and the gradients of both are
-/// bf16 between operations: half the memory, and half the bytes to move. Other
-/// operations, and `Tensor::data`, get the same values as f32. Convolutions with groups,
-/// and products of two activations (`Tensor::bmm`), are those of f32.
+/// (nearest, ties to even). The batch normalisation after it computes in f32 and rounds
+/// its output (with residual and activation) once, too. The gradients of both are bf16
+/// between operations: half the memory, and half the bytes to move. Other operations, and
+/// `Tensor::data`, get the same values as f32. Convolutions with groups, 1x1 convolutions
+/// of [`Family::Other`], and products of two activations (`Tensor::bmm`) are those of f32.
 ///
 /// What else is rounded follows from the processor's [`Family`].
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]

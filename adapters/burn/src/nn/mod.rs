@@ -11,6 +11,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use burn::tensor::module;
 use burn::tensor::{DType, Device, Int, Tensor as Burn, TensorData, Transaction};
+use phalanx_base::refuse;
 use phalanx_ddp::BucketCaps;
 use phalanx_nn::layers::RunningStats;
 use phalanx_nn::{
@@ -23,14 +24,11 @@ pub use value::DeviceTensor;
 /// Dimensions of a tensor on the device: the first ones are 1 where phalanx-nn's tensor has fewer.
 const RANK: usize = 6;
 
-/// Returns an error of kind `Usage` with this message, or unless a condition holds.
+/// Returns an error of kind `Usage` with this message unless a condition holds.
 macro_rules! ensure {
-    ($message:literal $($rest:tt)*) => {
-        return Err(Error::usage(format!($message $($rest)*)))
-    };
     ($fits:expr, $($message:tt)+) => {
         if !$fits {
-            return Err(Error::usage(format!($($message)+)));
+            refuse!($($message)+);
         }
     };
 }
@@ -308,7 +306,7 @@ impl<'s> DeviceStep<'s> {
         let (name, shape) = (&info.name, &*info.shape);
         match <[usize; D]>::try_from(shape) {
             Ok(shape) => Ok(self.leaf(id)?.reshape(shape)),
-            Err(_) => ensure!("{name} of shape {shape:?} does not have {D} dimensions"),
+            Err(_) => refuse!("{name} of shape {shape:?} does not have {D} dimensions"),
         }
     }
 
@@ -414,7 +412,7 @@ impl<'s> ValueStep<'s> for DeviceStep<'s> {
             "embedding {name}: {count} numbers for shape {shape:?}"
         );
         if let Some(i) = tokens.iter().find(|i| **i as usize >= rows) {
-            ensure!("embedding {name}: there is no row {i}, it has {rows}");
+            refuse!("embedding {name}: there is no row {i}, it has {rows}");
         }
         let numbers: Vec<i64> = tokens.iter().map(|i| i64::from(*i)).collect();
         let numbers = TensorData::new(numbers, [1, count]);

@@ -9,10 +9,11 @@ use burn::tensor::Tensor as Burn;
 use burn::tensor::activation::{log_softmax, relu, sigmoid, softmax};
 use burn::tensor::module;
 use burn::tensor::ops::{AvgPoolOptions, ConvOptions, ConvTransposeOptions, MaxPoolOptions};
+use phalanx_base::refuse;
 use phalanx_nn::layers::{
     Act, Activation, AvgPool2dOptions, BatchNormOptions, Conv2dOptions, MaxPool2dOptions,
 };
-use phalanx_nn::{Error, Layout, ParamId, ParamInfo, Result, Value};
+use phalanx_nn::{Layout, ParamId, ParamInfo, Result, Value};
 
 use super::{Batch, DeviceStep, RANK, ensure, sizes};
 
@@ -70,7 +71,7 @@ fn activated(x: Burn<RANK>, function: Activation) -> Result<Burn<RANK>> {
             let above = x.clone().greater_scalar(high);
             x.mask_fill(above, high)
         }
-        other => ensure!("{} does not run on a device", other.name()),
+        other => refuse!("{} does not run on a device", other.name()),
     })
 }
 
@@ -116,7 +117,7 @@ impl<'s> DeviceTensor<'s> {
     pub fn into_burn<const D: usize>(self) -> Result<Burn<D>> {
         match <[usize; D]>::try_from(self.shape()) {
             Ok(shape) => Ok(self.to(shape)),
-            Err(shape) => ensure!("a tensor of shape {shape:?} does not have {D} dimensions"),
+            Err(shape) => refuse!("a tensor of shape {shape:?} does not have {D} dimensions"),
         }
     }
 
@@ -153,7 +154,7 @@ impl<'s> DeviceTensor<'s> {
     fn image_sizes(&self, what: &str) -> Result<[usize; 4]> {
         match <[usize; 4]>::try_from(self.shape()) {
             Ok(sizes) => Ok(sizes),
-            Err(shape) => ensure!("{what} needs images (N, H, W, C), got shape {shape:?}"),
+            Err(shape) => refuse!("{what} needs images (N, H, W, C), got shape {shape:?}"),
         }
     }
 
@@ -293,7 +294,7 @@ impl<'s> DeviceTensor<'s> {
         let ([inputs, outputs], name) = (w.dims(), &info.name);
         let last = shape.last_mut().filter(|last| **last == inputs);
         let Some(last) = last else {
-            ensure!(
+            refuse!(
                 "{name} takes {inputs} inputs, the tensor has shape {:?}",
                 self.shape()
             );
@@ -335,7 +336,7 @@ impl<'s> DeviceTensor<'s> {
             Act::None => Ok(self),
             Act::Relu => self.relu(),
             Act::Relu6 => self.relu6(),
-            _ => ensure!("{act:?} does not run on a device"),
+            _ => refuse!("{act:?} does not run on a device"),
         }
     }
 
@@ -382,7 +383,7 @@ impl<'s> Value<'s> for DeviceTensor<'s> {
 
     fn concat(values: Vec<Self>, dim: usize) -> Result<Self> {
         let Some(first) = values.first().map(Self::share) else {
-            ensure!("concat of no tensors");
+            refuse!("concat of no tensors");
         };
         let (shape, place) = (first.shape(), first.find(dim, "concat")?);
         let mut parts = Vec::with_capacity(values.len());
@@ -479,7 +480,7 @@ impl<'s> Value<'s> for DeviceTensor<'s> {
     fn flatten(self) -> Result<Self> {
         let (step, shape) = (self.step, self.shape());
         match *shape {
-            [] => ensure!("flatten of a tensor without dimensions"),
+            [] => refuse!("flatten of a tensor without dimensions"),
             // Channels come first, as in PyTorch.
             [n, h, w, c] => Ok(step.rows(self.planes(), &[n, c * h * w])),
             [n, ..] => self.reshape(&[n, shape[1..].iter().product()]),
@@ -529,7 +530,7 @@ impl<'s> Value<'s> for DeviceTensor<'s> {
     fn rotary(self, heads: usize, base: f64, first: usize) -> Result<Self> {
         let (step, shape) = (self.step, self.shape());
         let &[.., length, width] = &*shape else {
-            ensure!("rotary needs (…, L, E), got shape {shape:?}");
+            refuse!("rotary needs (…, L, E), got shape {shape:?}");
         };
         ensure!(
             heads > 0 && width.is_multiple_of(heads.saturating_mul(2)),
@@ -677,7 +678,7 @@ impl<'s> Value<'s> for DeviceTensor<'s> {
         act: Act,
     ) -> Result<Self> {
         let [n, l, c] = *self.shape() else {
-            ensure!(
+            refuse!(
                 "conv1d needs sequences (N, L, C), got shape {:?}",
                 self.shape()
             );
@@ -699,7 +700,7 @@ impl<'s> Value<'s> for DeviceTensor<'s> {
         let info = step.run.step.params().info(weight)?;
         let fits = |kernel: &[usize; 4]| Self::fits(o, *kernel, [h, w], c);
         let Some(kernel) = kernel(info).filter(fits) else {
-            ensure!(
+            refuse!(
                 "convolution {} of shape {:?}: {o} and {} groups do not fit images of {h} x {w} x {c}",
                 info.name,
                 info.shape,
@@ -732,7 +733,7 @@ impl<'s> Value<'s> for DeviceTensor<'s> {
             out > 0 && kernel[0] == c && Self::fits(o, *kernel, [h, w], out)
         };
         let Some(kernel) = found.filter(fits) else {
-            ensure!(
+            refuse!(
                 "transposed convolution {} of shape {:?}: {o}, {} groups and {extra:?} more rows and columns do not fit images of {h} x {w} x {c}",
                 info.name,
                 info.shape,

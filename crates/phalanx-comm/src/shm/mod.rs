@@ -50,7 +50,7 @@ const SEGMENT_MIN_BYTES: usize = 16 << 10;
 const SEGMENTS_MIN: usize = 4;
 /// Most data that every rank folds as a whole, registered or not, when every rank has a
 /// core: saving one synchronisation is worth a copy.
-const COPIED_MAX_BYTES: usize = 2 << 10;
+const ONE_ROUND_MAX_BYTES: usize = 2 << 10;
 /// Most bytes of a result that is visited at a time: it fits the second-level caches in use together with
 /// the visitor's own data, and is long enough for a fold to prefetch its sources.
 const VISITED_BYTES: usize = 256 << 10;

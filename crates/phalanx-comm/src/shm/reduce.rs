@@ -5,7 +5,7 @@
 
 use super::cell::Place;
 use super::run::Run;
-use super::{COPIED_MAX_BYTES, VISITED_BYTES};
+use super::{ONE_ROUND_MAX_BYTES, VISITED_BYTES};
 use crate::Result;
 use crate::operation::Visit;
 use crate::plan::Collective;
@@ -16,7 +16,7 @@ impl Run<'_, '_> {
     ///
     /// | data | steps | bytes copied per rank |
     /// |---|---|---|
-    /// | small, none registered (or very small) | 1: copy to own stage; then every rank folds all stages | n |
+    /// | small, registered or not | 1: copy to own stage; then every rank folds all stages | n |
     /// | all registered | 2: owners fold their chunk in place, and write it to all | 0 |
     /// | otherwise | S + 1 for S segments: fetch segment i − 2, stage i, fold i − 1 in all stages | 2n(1 − 1/P) |
     ///
@@ -86,12 +86,11 @@ impl Run<'_, '_> {
         Ok(())
     }
 
-    /// Up to this size every rank folds everything, unless another rank's data is registered: that saves one
-    /// synchronisation.
+    /// Up to this size every rank folds everything, which saves one synchronisation.
     fn one_round_bytes(&self) -> usize {
         let most = match self.shm.is_oversubscribed() {
             true => self.shm.stage_bytes,
-            false => COPIED_MAX_BYTES.min(self.shm.stage_bytes),
+            false => ONE_ROUND_MAX_BYTES.min(self.shm.stage_bytes),
         };
         crate::select::one_round_max_bytes(self.shm.world).min(most)
     }
