@@ -23,25 +23,6 @@ simd! {
     }
 }
 
-simd! {
-    /// `to = act(from + bias)` row by row of `bias.len()`; an empty bias adds nothing.
-    pub(crate) fn copy_finished(from: &[f32], to: &mut [f32], bias: &[f32], relu: bool) {
-        let floor = if relu { 0.0 } else { f32::NEG_INFINITY };
-        if bias.is_empty() {
-            for (t, &f) in to.iter_mut().zip(from) {
-                *t = if f < floor { floor } else { f };
-            }
-            return;
-        }
-        for (to, from) in to.chunks_exact_mut(bias.len()).zip(from.chunks_exact(bias.len())) {
-            for ((t, &f), &b) in to.iter_mut().zip(from).zip(bias) {
-                let s = f + b;
-                *t = if s < floor { floor } else { s };
-            }
-        }
-    }
-}
-
 /// Rows summed one after another before they join the total. A longer chain
 /// of additions would lose digits.
 const ROWS: usize = 128;

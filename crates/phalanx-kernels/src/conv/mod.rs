@@ -4,13 +4,11 @@
 //! of a timing: another method means other bits.
 //!
 //! * `bf16`: one group, where bf16 is asked for and the processor's [`Family`] multiplies it.
-//! * `winograd`: 3x3 at stride 1 with 32 channels and more, in sixteens.
+//! * `winograd`: 3x3 at stride 1 or 2 with 32 channels and more, in sixteens.
 //! * `depthwise`: a kernel for each channel.
 //! * `direct`: other kernels and strides with channels in sixteens, through
 //!   tables of pixel pointers.
 //! * `pointwise`: 1x1 at stride 1 with other channels: one product.
-//! * `overlap`: odd channels at stride 1, no dilation, no groups: products straight over the
-//!   image, whose overlapping windows are rows of a matrix with a short stride.
 //! * `gather`: everything else: windows copied into a block that fits the L2
 //!   cache, then one product.
 //!
@@ -20,7 +18,6 @@
 mod depthwise;
 mod direct;
 mod gather;
-mod overlap;
 mod pointwise;
 mod shape;
 mod winograd;
@@ -45,16 +42,11 @@ enum Method {
     Depthwise,
     Direct,
     Pointwise,
-    OverlappingRows,
     Gather,
 }
 
-/// A window row shorter than this makes products too thin to run over the image.
-const MIN_WINDOW_ROW: usize = 16;
-
 impl Method {
     fn of(s: &ConvShape) -> Self {
-        let plain = s.stride == [1, 1] && s.dilation == [1, 1] && s.groups == 1;
         #[cfg(target_arch = "x86_64")]
         if s.precision == Precision::Bf16 {
             let is_faster = match Family::here() {
@@ -74,8 +66,6 @@ impl Method {
             Method::Direct
         } else if pointwise::fits(s) {
             Method::Pointwise
-        } else if plain && s.kernel[1] * s.inp >= MIN_WINDOW_ROW {
-            Method::OverlappingRows
         } else {
             Method::Gather
         }
@@ -151,16 +141,12 @@ pub fn forward(
             return convert(threads, wide, y);
         }
     };
-    let each_image = |y: &mut [f32], of: &(dyn Fn(&[f32], &mut [f32]) + Sync)| {
-        threads.split(y, ol, |at, y| of(&x[at / ol * il..][..il], y));
-    };
     match method {
         Method::Direct => direct::forward(threads, s, x, w, (bias, relu), work, y),
         Method::Depthwise => depthwise::forward(threads, s, x, w, (bias, relu), y, Mode::Write),
         Method::Pointwise => pointwise::forward(threads, s, x, w, (bias, relu), y),
-        Method::OverlappingRows => each_image(y, &|x, y| overlap::forward(s, x, w, bias, relu, y)),
-        _ => each_image(y, &|x, y| {
-            gather::forward(s, x, w, y);
+        _ => threads.split(y, ol, |at, y| {
+            gather::forward(s, &x[at / ol * il..][..il], w, y);
             finish(y, bias, relu); // the image is still in cache
         }),
     }
@@ -235,15 +221,13 @@ pub fn weight_gradient(
         let images = (chunk * per).min(s.images)..((chunk + 1) * per).min(s.images);
         let x = &x[images.start * il..images.end * il];
         let dy = &dy[images.start * ol..images.end * ol];
-        let of_image = match method {
+        match method {
             Method::Depthwise => return depthwise::weight_gradient(s, x, dy, dw),
             Method::Pointwise => return pointwise::weight_gradient(s, x, dy, dw),
-            Method::OverlappingRows => overlap::weight_gradient,
-            _ => gather::weight_gradient,
-        };
-        dw.fill(0.0);
+            _ => dw.fill(0.0),
+        }
         for (x, dy) in x.chunks_exact(il.max(1)).zip(dy.chunks_exact(ol.max(1))) {
-            of_image(s, x, dy, dw);
+            gather::weight_gradient(s, x, dy, dw);
         }
     });
     fold(threads, parts, dw, mode);
@@ -305,24 +289,19 @@ pub fn input_gradient(
         }
     };
     let weights = &mut work[..s.weight_len()];
-    let of_image = match method {
+    match method {
         Method::Direct => return direct::input_gradient(threads, s, w, dy, work, dx, mode),
         Method::Pointwise => return pointwise::input_gradient(threads, s, w, dy, dx, mode),
         Method::Depthwise => {
             return depthwise::input_gradient(threads, s, w, dy, weights, dx, mode);
         }
-        Method::OverlappingRows => {
-            overlap::rotate180(s, w, weights);
-            overlap::input_gradient
-        }
-        _ => {
-            transpose(w, weights, s.depth(), s.out);
-            gather::input_gradient
-        }
-    };
+        _ => transpose(w, weights, s.depth(), s.out),
+    }
     let weights = &*weights;
     let (il, ol) = (s.in_len(), s.out_len());
-    let image = |i: usize, dx: &mut [f32]| of_image(s, weights, &dy[i * ol..(i + 1) * ol], dx);
+    let image = |i: usize, dx: &mut [f32]| {
+        gather::input_gradient(s, weights, &dy[i * ol..(i + 1) * ol], dx)
+    };
     threads.split(dx, il, |at, dx| match mode {
         Mode::Write => image(at / il, dx),
         Mode::Add => scratch(il, |own| {
