@@ -1,5 +1,5 @@
-//! 3x3 kernels at stride 1 by F(4x4, 3x3): 36 products for 16 outputs where the
-//! plain sum takes 144. `transform` has the arithmetic, `tiles` and `weights` move
+//! 3x3 kernels by F(4x4, 3x3): 36 products for 16 outputs where the plain sum takes 144, 81 at
+//! stride 2 (see `phase`). `transform` has the arithmetic, `tiles` and `weights` move
 //! data between the domains, the products in between are `panel`'s.
 //!
 //! The input gradient is a forward pass over the output gradient with rotated
@@ -11,6 +11,7 @@
 //! instruction sets give equal bits. *Error* against the exact sum: relative
 //! L2 at most 5e-6, largest at most 2e-5 of the largest value.
 
+mod phase;
 mod tiles;
 mod transform;
 mod weights;
@@ -18,10 +19,12 @@ mod weights;
 use super::ConvShape;
 use crate::Mode;
 use crate::element::{Element, Values, ValuesMut};
+use crate::elementwise::add;
 use crate::isa::l2_cache;
 use crate::panel::{Panels, multiply, multiply_transposed};
 use crate::par::{Disjoint, ThreadPool, scratch};
 use crate::vector::LANES;
+use phase::Side;
 use tiles::{Domain, Finish, Grid, Span};
 use transform::{POSITIONS, STEP};
 use weights::{Kernels, Part, Rows, Sums};
@@ -32,12 +35,14 @@ const MIN_CHANNELS: usize = 32;
 /// Whether this method computes the layer.
 pub(super) fn fits(s: &ConvShape) -> bool {
     let channels = |c: usize| c >= MIN_CHANNELS && c.is_multiple_of(LANES);
-    s.kernel == [3, 3]
-        && s.stride == [1, 1]
+    let steps = match (s.stride, s.padding) {
+        ([1, 1], [a, b]) => a == b && a <= 2,
+        (stride, padding) => stride == [2, 2] && padding == [1, 1],
+    };
+    steps
+        && s.kernel == [3, 3]
         && s.dilation == [1, 1]
         && s.groups == 1
-        && s.padding[0] == s.padding[1]
-        && s.padding[0] <= 2
         && channels(s.inp)
         && channels(s.out)
         && s.output.iter().all(|&o| o >= STEP - 1)
@@ -49,7 +54,7 @@ pub(super) fn fits(s: &ConvShape) -> bool {
 #[cfg(target_arch = "x86_64")]
 pub(super) fn beats_pairs(s: &ConvShape) -> bool {
     let tiles: usize = s.output.iter().map(|o| o.div_ceil(STEP)).product();
-    fits(s) && 10 * tiles <= s.pixels()
+    fits(s) && s.stride == [1, 1] && 10 * tiles <= s.pixels()
 }
 
 /// Tiles of a block whose transforms fit into L2 together.
@@ -72,56 +77,48 @@ const PART_INPUTS: usize = 64;
 /// Tiles transformed in one go when threads share them.
 const GROUP: usize = 8;
 
-/// One pass from images to images.
-#[derive(Clone, Copy)]
-struct TileMap {
-    grid: Grid,
-    inp: usize,
-    out: usize,
-}
-
-impl TileMap {
+impl Grid {
     fn forward(s: &ConvShape) -> Self {
-        TileMap {
-            grid: Grid {
-                images: s.images,
-                input: s.input,
-                output: s.output,
-                padding: s.padding[0],
-            },
-            inp: s.inp,
-            out: s.out,
+        let [inp, out] = Side::both(s.stride[0], [s.inp, s.out]);
+        Grid {
+            images: s.images,
+            input: s.input,
+            output: s.output,
+            padding: s.padding[0],
+            inp,
+            out,
         }
     }
 
     /// From output gradients to input gradients.
     fn back(s: &ConvShape) -> Self {
-        Self::forward(&ConvShape {
-            input: s.output,
-            output: s.input,
-            inp: s.out,
-            out: s.inp,
-            padding: s.padding.map(|p| 2 - p),
-            ..*s
-        })
+        let g = Self::forward(s);
+        Grid {
+            input: g.output,
+            output: g.input,
+            padding: 2 - g.padding,
+            inp: g.out,
+            out: g.inp,
+            ..g
+        }
     }
 
     fn keeps_tiles(&self) -> bool {
-        self.inp * self.out >= STORED_WEIGHTS && self.grid.tiles() <= KEPT_TILES
+        self.inp.all() * self.out.all() >= STORED_WEIGHTS && self.tiles() <= KEPT_TILES
     }
 
     fn all_weights(&self) -> Part {
         Part {
             panel: 0,
-            panels: self.out / LANES,
+            panels: self.out.all() / LANES,
             input: 0,
-            inputs: self.inp,
+            inputs: self.inp.all(),
         }
     }
 
     fn work_len(&self) -> usize {
         if self.keeps_tiles() {
-            Domain::len(self.grid.tiles(), self.inp)
+            Domain::len(self.tiles(), self.inp.all())
         } else {
             self.all_weights().len()
         }
@@ -130,10 +127,10 @@ impl TileMap {
 
 /// Elements of `work` of the three passes.
 pub(super) fn work_len(s: &ConvShape) -> usize {
-    let sums = weight_work(s);
-    TileMap::forward(s)
+    let sums = weight_work(&Grid::forward(s));
+    Grid::forward(s)
         .work_len()
-        .max(TileMap::back(s).work_len())
+        .max(Grid::back(s).work_len())
         .max(sums)
 }
 
@@ -153,11 +150,11 @@ pub(super) fn forward(
     };
     let kernels = Kernels {
         w,
-        inp: s.inp,
+        inp: Grid::forward(s).inp,
         out: s.out,
         rotated: false,
     };
-    run(threads, TileMap::forward(s), x, kernels, finish, work, y);
+    run(threads, Grid::forward(s), x, kernels, finish, work, y);
 }
 
 pub(super) fn input_gradient(
@@ -176,16 +173,16 @@ pub(super) fn input_gradient(
     };
     let kernels = Kernels {
         w,
-        inp: s.inp,
+        inp: Grid::forward(s).inp,
         out: s.out,
         rotated: true,
     };
-    run(threads, TileMap::back(s), dy, kernels, finish, work, dx);
+    run(threads, Grid::back(s), dy, kernels, finish, work, dx);
 }
 
 fn run(
     threads: &ThreadPool,
-    map: TileMap,
+    g: Grid,
     x: Values<'_>,
     kernels: Kernels<'_>,
     finish: Finish<'_>,
@@ -194,46 +191,47 @@ fn run(
 ) {
     use {Values as X, ValuesMut as Y};
     match (x, y) {
-        (X::F32(x), Y::F32(y)) => run_on(threads, map, x, kernels, finish, work, y),
-        (X::F32(x), Y::Bf16(y)) => run_on(threads, map, x, kernels, finish, work, y),
-        (X::Bf16(x), Y::F32(y)) => run_on(threads, map, x, kernels, finish, work, y),
-        (X::Bf16(x), Y::Bf16(y)) => run_on(threads, map, x, kernels, finish, work, y),
+        (X::F32(x), Y::F32(y)) => run_on(threads, g, x, kernels, finish, work, y),
+        (X::F32(x), Y::Bf16(y)) => run_on(threads, g, x, kernels, finish, work, y),
+        (X::Bf16(x), Y::F32(y)) => run_on(threads, g, x, kernels, finish, work, y),
+        (X::Bf16(x), Y::Bf16(y)) => run_on(threads, g, x, kernels, finish, work, y),
     }
 }
 
 fn run_on<S: Element, T: Element>(
     threads: &ThreadPool,
-    map: TileMap,
+    g: Grid,
     x: &[S],
     kernels: Kernels<'_>,
     finish: Finish<'_>,
     work: &mut [f32],
     y: &mut [T],
 ) {
-    let (g, pixels) = (map.grid, |size: [usize; 2]| size[0] * size[1]);
-    assert!(x.len() == g.images * pixels(g.input) * map.inp);
-    assert!(y.len() == g.images * pixels(g.output) * map.out);
-    assert!(kernels.w.len() == 9 * map.inp * map.out);
-    assert!(work.len() >= map.work_len());
-    assert!(finish.bias.is_empty() || finish.bias.len() == map.out);
-    if map.keeps_tiles() {
-        by_panels(threads, map, x, kernels, finish, work, y);
+    let (inp, out) = (g.inp.channels, g.out.channels);
+    let pixels = |size: [usize; 2]| size[0] * size[1];
+    assert!(x.len() == g.images * pixels(g.input) * inp);
+    assert!(y.len() == g.images * pixels(g.output) * out);
+    assert!(kernels.w.len() == 9 * inp * out);
+    assert!(work.len() >= g.work_len());
+    assert!(finish.bias.is_empty() || finish.bias.len() == out);
+    if g.keeps_tiles() {
+        by_panels(threads, g, x, kernels, finish, work, y);
     } else {
-        by_blocks(threads, map, x, kernels, finish, work, y);
+        by_blocks(threads, g, x, kernels, finish, work, y);
     }
 }
 
 /// Many tiles: weights transformed once, then block by block of tiles.
 fn by_blocks<S: Element, T: Element>(
     threads: &ThreadPool,
-    map: TileMap,
+    g: Grid,
     x: &[S],
     kernels: Kernels<'_>,
     finish: Finish<'_>,
     work: &mut [f32],
     y: &mut [T],
 ) {
-    let whole = map.all_weights();
+    let (whole, inp, channels) = (g.all_weights(), g.inp.all(), g.out.all());
     let plane = whole.plane();
     let u = Disjoint::new(work);
     threads.run(whole.panels.div_ceil(PART_PANELS), |i| {
@@ -244,14 +242,14 @@ fn by_blocks<S: Element, T: Element>(
             ..whole
         };
         // In each position these panels come after those before them.
-        let to = u.pointer(panel * map.inp * LANES);
+        let to = u.pointer(panel * inp * LANES);
         // SAFETY: this chunk alone writes its panels.
         unsafe { weights::forward(kernels, part, plane, to) };
     });
     let u: *const f32 = u.pointer(0);
     let u = SharedPtr(u);
-    let tiles = map.grid.tiles();
-    let block = block_tiles(map.inp.max(map.out)).min(tiles.max(1));
+    let tiles = g.tiles();
+    let block = block_tiles(inp.max(channels)).min(tiles.max(1));
     let out = Disjoint::new(y);
     threads.run(tiles.div_ceil(block), |i| {
         let span = Span {
@@ -259,40 +257,38 @@ fn by_blocks<S: Element, T: Element>(
             count: block.min(tiles - i * block),
             row: 0,
         };
-        let (a, c) = (Domain::len(block, map.inp), Domain::len(block, map.out));
-        scratch(a + c + map.inp, |memory| {
-            let (zeros, rest) = memory.split_at_mut(map.inp);
+        let (a, c) = (Domain::len(block, inp), Domain::len(block, channels));
+        scratch(a + c + inp, |memory| {
+            let (zeros, rest) = memory.split_at_mut(inp);
             zeros.fill(0.0);
             let (v, m) = rest.split_at_mut(a);
-            let v = Domain::new(v, block, map.inp);
-            let m = Domain::new(m, block, map.out);
+            let v = Domain::new(v, block, inp);
+            let m = Domain::new(m, block, channels);
             // What is read next and written last comes from memory while positions are multiplied.
-            let next = map
-                .grid
-                .rows(span.next(), x.as_ptr(), map.grid.input, map.inp);
-            let last = map
-                .grid
-                .rows(span, out.pointer(0), map.grid.output, map.out);
+            let next = g.rows(span.next(), x.as_ptr(), g.input, g.inp);
+            let last = g.rows(span, out.pointer(0), g.output, g.out);
             // SAFETY: sizes were checked in `run`; these tiles' outputs belong to this chunk.
             unsafe {
-                tiles::input(&map.grid, x.as_ptr(), zeros.as_ptr().cast(), span, v);
+                tiles::input(&g, x.as_ptr(), zeros.as_ptr().cast(), span, v);
                 for p in 0..POSITIONS {
                     weights::fetch(next, p);
                     weights::fetch(last, p);
+                    let depth = g.inp.at(p, 0, inp);
+                    let columns = g.out.panels_at(p, 0, whole.panels);
                     multiply(&Panels {
-                        a: v.data.add(p * v.plane),
+                        a: v.channel(p, depth.start),
                         a_panel: block * LANES,
-                        b: u.get().add(p * plane),
-                        b_panel: map.inp * LANES,
-                        c: m.data.add(p * m.plane),
+                        b: (u.get()).add(p * plane + (columns.start * inp + depth.start) * LANES),
+                        b_panel: inp * LANES,
+                        c: m.channel(p, columns.start * LANES),
                         c_panel: block * LANES,
                         rows: span.count,
-                        depth: map.inp,
-                        columns: map.out / LANES,
+                        depth: depth.len(),
+                        columns: columns.len(),
                         add: false,
                     });
                 }
-                tiles::output(&map.grid, m, span, out.pointer(0), map.out, finish);
+                tiles::output(&g, m, span, out.pointer(0), finish);
             }
         });
     });
@@ -302,20 +298,21 @@ fn by_blocks<S: Element, T: Element>(
 /// the weights, which never leave the cache.
 fn by_panels<S: Element, T: Element>(
     threads: &ThreadPool,
-    map: TileMap,
+    g: Grid,
     x: &[S],
     kernels: Kernels<'_>,
     finish: Finish<'_>,
     work: &mut [f32],
     y: &mut [T],
 ) {
-    let tiles = map.grid.tiles();
-    let v = SharedPtr(Domain::new(work, tiles, map.inp));
-    transform_all(threads, tiles, map.inp, |zeros, span| {
+    let tiles = g.tiles();
+    let inp = g.inp.all();
+    let v = SharedPtr(Domain::new(work, tiles, inp));
+    transform_all(threads, tiles, inp, |zeros, span| {
         // SAFETY: sizes were checked in `run`; these tiles belong to this chunk.
-        unsafe { tiles::input(&map.grid, x.as_ptr(), zeros.cast(), span, v.get()) };
+        unsafe { tiles::input(&g, x.as_ptr(), zeros.cast(), span, v.get()) };
     });
-    let panels = map.out / LANES;
+    let panels = g.out.all() / LANES;
     let out = Disjoint::new(y);
     threads.run(panels.div_ceil(PART_PANELS), |i| {
         let v = v.get();
@@ -324,17 +321,20 @@ fn by_panels<S: Element, T: Element>(
             panel,
             panels: PART_PANELS.min(panels - panel),
             input: 0,
-            inputs: PART_INPUTS.min(map.inp),
+            inputs: PART_INPUTS.min(inp),
         };
         let channels = part.panels * LANES;
         let (a, c) = (part.len(), Domain::len(tiles, channels));
         scratch(a + c, |memory| {
             let (u, m) = memory.split_at_mut(a);
-            let m = Domain::new(m, tiles, channels);
-            for input in (0..map.inp).step_by(PART_INPUTS) {
+            let m = Domain {
+                first: panel * LANES,
+                ..Domain::new(m, tiles, channels)
+            };
+            for input in (0..inp).step_by(PART_INPUTS) {
                 let part = Part {
                     input,
-                    inputs: PART_INPUTS.min(map.inp - input),
+                    inputs: PART_INPUTS.min(inp - input),
                     ..part
                 };
                 // The next part comes from memory while this one is multiplied.
@@ -342,7 +342,7 @@ fn by_panels<S: Element, T: Element>(
                     input: input + PART_INPUTS,
                     ..part
                 };
-                let next = (after.input < map.inp).then(|| Rows::of(kernels, after));
+                let next = (after.input < inp).then(|| Rows::of(kernels, after));
                 // SAFETY: the part lies in the kernels, `u` has room for it, and
                 // `m` belongs to this chunk.
                 unsafe {
@@ -351,31 +351,34 @@ fn by_panels<S: Element, T: Element>(
                         if let Some(next) = next {
                             weights::fetch(next, p);
                         }
+                        let depth = g.inp.at(p, input, part.inputs);
+                        let columns = g.out.panels_at(p, panel, part.panels);
+                        if depth.is_empty() || columns.is_empty() {
+                            continue;
+                        }
+                        let row = (columns.start - panel) * part.inputs + depth.start - input;
                         multiply(&Panels {
-                            a: v.data.add(p * v.plane + input * tiles),
+                            a: v.channel(p, depth.start),
                             a_panel: tiles * LANES,
-                            b: u.as_ptr().add(p * part.plane()),
+                            b: u.as_ptr().add(p * part.plane() + row * LANES),
                             b_panel: part.inputs * LANES,
-                            c: m.data.add(p * m.plane),
+                            c: m.channel(p, columns.start * LANES),
                             c_panel: tiles * LANES,
                             rows: tiles,
-                            depth: part.inputs,
-                            columns: part.panels,
-                            add: input > 0,
+                            depth: depth.len(),
+                            columns: columns.len(),
+                            add: depth.start > g.inp.at(p, 0, inp).start,
                         });
                     }
                 }
             }
-            let first = panel * LANES;
             let span = Span {
                 first: 0,
                 count: tiles,
                 row: 0,
             };
-            let bias = finish.bias.get(first..).unwrap_or(&[]);
-            let finish = Finish { bias, ..finish };
             // SAFETY: these channels of all tiles belong to this chunk.
-            unsafe { tiles::output(&map.grid, m, span, out.pointer(first), map.out, finish) };
+            unsafe { tiles::output(&g, m, span, out.pointer(0), finish) };
         });
     });
 }
@@ -386,13 +389,12 @@ const BLOCK_INPUTS: usize = 64;
 const BLOCK_PANELS: usize = 4;
 
 /// Tiles transformed at a time for a weight gradient.
-fn gradient_block(s: &ConvShape) -> usize {
-    if s.inp.max(s.out) <= 64 { 32 } else { 64 }
-}
-
-/// Whether a weight gradient keeps all tiles transformed.
-fn gradient_keeps(s: &ConvShape) -> bool {
-    s.inp * s.out >= STORED_WEIGHTS && TileMap::forward(s).grid.tiles() <= KEPT_TILES
+fn gradient_block(g: &Grid) -> usize {
+    if g.inp.all().max(g.out.channels) <= 64 {
+        32
+    } else {
+        64
+    }
 }
 
 /// Elements that all partial sums of a weight gradient may take: more would cost more
@@ -402,21 +404,20 @@ const PARTIAL_ELEMS: usize = 640 * 1024;
 const PARTIAL_BLOCKS: usize = 8;
 
 /// Partial sums of a weight gradient, over runs of whole blocks: by shape alone.
-fn partials(s: &ConvShape) -> usize {
-    let blocks = TileMap::forward(s).grid.tiles().div_ceil(gradient_block(s));
-    let room = PARTIAL_ELEMS / TileMap::forward(s).all_weights().len();
+fn partials(g: &Grid) -> usize {
+    let blocks = g.tiles().div_ceil(gradient_block(g));
+    let room = PARTIAL_ELEMS / g.all_weights().len();
     room.min(blocks / PARTIAL_BLOCKS).clamp(1, 8)
 }
 
-fn weight_work(s: &ConvShape) -> usize {
-    let map = TileMap::forward(s);
-    let domains = |rows| Domain::len(rows, s.inp) + Domain::len(rows, s.out);
-    if gradient_keeps(s) {
-        return domains(map.grid.tiles());
+fn weight_work(g: &Grid) -> usize {
+    let domains = |rows| Domain::len(rows, g.inp.all()) + Domain::len(rows, g.out.channels);
+    if g.keeps_tiles() {
+        return domains(g.tiles());
     }
-    match partials(s) {
-        1 => domains(gradient_block(s)) + map.all_weights().len(),
-        parts => parts * map.all_weights().len(),
+    match partials(g) {
+        1 => domains(gradient_block(g)) + g.all_weights().len(),
+        parts => parts * g.all_weights().len(),
     }
 }
 
@@ -431,36 +432,36 @@ pub(super) fn weight_gradient(
 ) {
     assert!(x.len() == s.images * s.in_len() && dy.len() == s.images * s.out_len());
     assert!(dw.len() == s.weight_len());
-    let tiles = TileMap::forward(s).grid.tiles();
-    if gradient_keeps(s) {
-        let (v, z) = work.split_at_mut(Domain::len(tiles, s.inp));
-        let (v, z) = (Domain::new(v, tiles, s.inp), Domain::new(z, tiles, s.out));
-        both_domains(threads, s, x, dy, (0, tiles), v, z);
-        gradient_by_parts(threads, s, v, z, tiles, dw, mode);
+    let g = Grid::forward(s);
+    let (tiles, inp) = (g.tiles(), g.inp.all());
+    if g.keeps_tiles() {
+        let (v, z) = work.split_at_mut(Domain::len(tiles, inp));
+        let (v, z) = (Domain::new(v, tiles, inp), Domain::new(z, tiles, s.out));
+        both_domains(threads, g, x, dy, (0, tiles), v, z);
+        gradient_by_parts(threads, g, v, z, tiles, dw, mode);
     } else {
-        let parts = partials(s);
+        let parts = partials(&g);
         if parts == 1 {
-            gradient_by_blocks(threads, s, x, dy, work);
+            gradient_by_blocks(threads, g, x, dy, work);
         } else {
-            gradient_by_runs(threads, s, x, dy, &mut work[..], parts);
+            gradient_by_runs(threads, g, x, dy, &mut work[..], parts);
         }
-        finish_gradient(threads, s, work, parts, dw, mode);
+        finish_gradient(threads, g, work, parts, dw, mode);
     }
 }
 
 /// Transforms inputs and output gradients of `count` tiles from `first` on.
 fn both_domains(
     threads: &ThreadPool,
-    s: &ConvShape,
+    g: Grid,
     x: Values<'_>,
     dy: Values<'_>,
     (first, count): (usize, usize),
     v: Domain,
     z: Domain,
 ) {
-    let grid = TileMap::forward(s).grid;
     let shared = SharedPtr((v, z));
-    transform_all(threads, count, s.inp.max(s.out), |zeros, span| {
+    transform_all(threads, count, v.channels.max(z.channels), |zeros, span| {
         let (v, z) = shared.get();
         let span = Span {
             first: first + span.first,
@@ -468,19 +469,19 @@ fn both_domains(
         };
         // SAFETY: sizes were checked by the caller; these tiles belong to this chunk.
         unsafe {
-            both_tiles(&grid, (x, dy), zeros, span, (v, z));
+            both_tiles(&g, (x, dy), zeros, span, (v, z));
         }
     });
 }
 
 /// Inputs and output gradients of the tiles after a span, to be prefetched.
-fn next_pixels(map: &TileMap, span: Span, x: Values<'_>, dy: Values<'_>) -> [Rows; 2] {
-    let (g, next) = (map.grid, span.next());
-    let rows = |values: Values<'_>, size, channels| match values {
-        Values::F32(v) => g.rows(next, v.as_ptr(), size, channels),
-        Values::Bf16(v) => g.rows(next, v.as_ptr(), size, channels),
+fn next_pixels(g: &Grid, span: Span, x: Values<'_>, dy: Values<'_>) -> [Rows; 2] {
+    let next = span.next();
+    let rows = |values: Values<'_>, size, side| match values {
+        Values::F32(v) => g.rows(next, v.as_ptr(), size, side),
+        Values::Bf16(v) => g.rows(next, v.as_ptr(), size, side),
     };
-    [rows(x, g.input, map.inp), rows(dy, g.output, map.out)]
+    [rows(x, g.input, g.inp), rows(dy, g.output, g.out)]
 }
 
 /// Transforms some tiles of inputs and of output gradients.
@@ -513,25 +514,26 @@ unsafe fn both_tiles(
 /// The domains hold `block` tiles of the layer's inputs and outputs, and no other code
 /// touches the position's sums.
 unsafe fn sum_position(
-    s: &ConvShape,
+    g: &Grid,
     p: usize,
     (v, z): (Domain, Domain),
     count: usize,
     sums: *mut f32,
     add: bool,
 ) {
+    let rows = g.inp.at(p, 0, v.channels);
     // SAFETY: the caller's promise.
     unsafe {
         multiply_transposed(&Panels {
-            a: v.data.add(p * v.plane),
+            a: v.channel(p, rows.start),
             a_panel: v.rows * LANES,
-            b: z.data.add(p * z.plane),
+            b: z.channel(p, 0),
             b_panel: z.rows * LANES,
-            c: sums,
-            c_panel: s.inp * LANES,
-            rows: s.inp,
+            c: sums.add(rows.start * LANES),
+            c_panel: v.channels * LANES,
+            rows: rows.len(),
             depth: count,
-            columns: s.out / LANES,
+            columns: z.channels / LANES,
             add,
         });
     }
@@ -541,16 +543,16 @@ unsafe fn sum_position(
 /// block, and threads share a block's positions. `work` starts with the sums.
 fn gradient_by_blocks(
     threads: &ThreadPool,
-    s: &ConvShape,
+    g: Grid,
     x: Values<'_>,
     dy: Values<'_>,
     work: &mut [f32],
 ) {
-    let (map, block) = (TileMap::forward(s), gradient_block(s));
-    let (whole, tiles) = (map.all_weights(), map.grid.tiles());
+    let (block, inp, channels) = (gradient_block(&g), g.inp.all(), g.out.channels);
+    let (whole, tiles) = (g.all_weights(), g.tiles());
     let (sums, rest) = work.split_at_mut(whole.len());
-    let (v, z) = rest.split_at_mut(Domain::len(block, s.inp));
-    let (v, z) = (Domain::new(v, block, s.inp), Domain::new(z, block, s.out));
+    let (v, z) = rest.split_at_mut(Domain::len(block, inp));
+    let (v, z) = (Domain::new(v, block, inp), Domain::new(z, block, channels));
     let plane = whole.plane();
     if tiles == 0 {
         sums.fill(0.0);
@@ -558,13 +560,13 @@ fn gradient_by_blocks(
     let sums = Disjoint::new(sums);
     for first in (0..tiles).step_by(block) {
         let count = block.min(tiles - first);
-        both_domains(threads, s, x, dy, (first, count), v, z);
+        both_domains(threads, g, x, dy, (first, count), v, z);
         let span = Span {
             first,
             count,
             row: 0,
         };
-        let shared = SharedPtr((v, z, next_pixels(&map, span, x, dy)));
+        let shared = SharedPtr((v, z, next_pixels(&g, span, x, dy)));
         threads.run(POSITIONS, |p| {
             let (v, z, next) = shared.get();
             // SAFETY: position p of the sums belongs to this chunk.
@@ -573,7 +575,7 @@ fn gradient_by_blocks(
                     weights::fetch(rows, p);
                 }
                 let to = sums.pointer(p * plane);
-                sum_position(s, p, (v, z), count, to, first > 0);
+                sum_position(&g, p, (v, z), count, to, first > 0);
             }
         });
     }
@@ -583,14 +585,14 @@ fn gradient_by_blocks(
 /// own, all in its core's cache. `work` receives the sums one after another.
 fn gradient_by_runs(
     threads: &ThreadPool,
-    s: &ConvShape,
+    g: Grid,
     x: Values<'_>,
     dy: Values<'_>,
     work: &mut [f32],
     parts: usize,
 ) {
-    let (map, block) = (TileMap::forward(s), gradient_block(s));
-    let (whole, tiles) = (map.all_weights(), map.grid.tiles());
+    let (block, inp, channels) = (gradient_block(&g), g.inp.all(), g.out.channels);
+    let (whole, tiles) = (g.all_weights(), g.tiles());
     let (len, plane) = (whole.len(), whole.plane());
     let run = tiles.div_ceil(block).div_ceil(parts) * block;
     threads.split(&mut work[..parts * len], len, |at, sums| {
@@ -599,13 +601,13 @@ fn gradient_by_runs(
         if from >= to {
             return sums.fill(0.0);
         }
-        let size = Domain::len(block, s.inp);
-        let widest = s.inp.max(s.out);
-        scratch(size + Domain::len(block, s.out) + widest, |memory| {
+        let size = Domain::len(block, inp);
+        let widest = inp.max(channels);
+        scratch(size + Domain::len(block, channels) + widest, |memory| {
             let (v, rest) = memory.split_at_mut(size);
-            let (z, zeros) = rest.split_at_mut(Domain::len(block, s.out));
+            let (z, zeros) = rest.split_at_mut(Domain::len(block, channels));
             zeros.fill(0.0);
-            let (v, z) = (Domain::new(v, block, s.inp), Domain::new(z, block, s.out));
+            let (v, z) = (Domain::new(v, block, inp), Domain::new(z, block, channels));
             for first in (from..to).step_by(block) {
                 let count = block.min(to - first);
                 let span = Span {
@@ -613,16 +615,16 @@ fn gradient_by_runs(
                     count,
                     row: 0,
                 };
-                let next = next_pixels(&map, span, x, dy);
+                let next = next_pixels(&g, span, x, dy);
                 // SAFETY: sizes were checked by the caller; domains and sums are this chunk's.
                 unsafe {
-                    both_tiles(&map.grid, (x, dy), zeros.as_ptr(), span, (v, z));
+                    both_tiles(&g, (x, dy), zeros.as_ptr(), span, (v, z));
                     for p in 0..POSITIONS {
                         for rows in next {
                             weights::fetch(rows, p);
                         }
                         let to = sums.as_mut_ptr().add(p * plane);
-                        sum_position(s, p, (v, z), count, to, first > from);
+                        sum_position(&g, p, (v, z), count, to, first > from);
                     }
                 }
             }
@@ -633,15 +635,18 @@ fn gradient_by_runs(
 /// Adds up `parts` sums in order, and transforms them back.
 fn finish_gradient(
     threads: &ThreadPool,
-    s: &ConvShape,
-    sums: &[f32],
+    g: Grid,
+    work: &mut [f32],
     parts: usize,
     dw: &mut [f32],
     mode: Mode,
 ) {
-    let whole = TileMap::forward(s).all_weights();
-    let (len, plane) = (whole.len(), whole.plane());
-    assert!(sums.len() >= parts * len);
+    let whole = g.all_weights();
+    let (sums, others) = work[..parts * whole.len()].split_at_mut(whole.len());
+    for other in others.chunks_exact(sums.len()) {
+        add(threads, sums, other);
+    }
+    let sums = &*sums;
     let out = Disjoint::new(dw);
     threads.run(whole.panels.div_ceil(PART_PANELS), |i| {
         let panel = i * PART_PANELS;
@@ -650,31 +655,31 @@ fn finish_gradient(
             panels: PART_PANELS.min(whole.panels - panel),
             ..whole
         };
-        let stride = s.inp * LANES;
+        let stride = whole.inputs * LANES;
         let from = Sums {
             first: sums[panel * stride..].as_ptr(),
-            parts,
-            apart: len,
-            plane,
+            plane: whole.plane(),
             stride,
         };
+        let size = (g.inp, g.out.channels);
         // SAFETY: these panels of outputs belong to this chunk.
-        unsafe { weights::gradient(from, part, out.pointer(0), [s.inp, s.out], mode) };
+        unsafe { weights::gradient(from, part, out.pointer(0), size, mode) };
     });
 }
 
 /// Few tiles: block by block of the weights, from start to end in cache.
 fn gradient_by_parts(
     threads: &ThreadPool,
-    s: &ConvShape,
+    g: Grid,
     v: Domain,
     z: Domain,
     tiles: usize,
     dw: &mut [f32],
     mode: Mode,
 ) {
-    let panels = s.out / LANES;
-    let (down, across) = (s.inp.div_ceil(BLOCK_INPUTS), panels.div_ceil(BLOCK_PANELS));
+    let (inp, panels) = (g.inp.all(), g.out.channels / LANES);
+    let (down, across) = (inp.div_ceil(BLOCK_INPUTS), panels.div_ceil(BLOCK_PANELS));
+    let size = (g.inp, g.out.channels);
     let shared = SharedPtr((v, z));
     let out = Disjoint::new(dw);
     threads.run(down * across, |i| {
@@ -684,25 +689,29 @@ fn gradient_by_parts(
             panel,
             panels: BLOCK_PANELS.min(panels - panel),
             input,
-            inputs: BLOCK_INPUTS.min(s.inp - input),
+            inputs: BLOCK_INPUTS.min(inp - input),
         };
         let (plane, stride) = (part.plane(), part.inputs * LANES);
         scratch(part.len(), |sums| {
             let sums = sums.as_mut_ptr();
             // Prefetch the memory that is stored to in the end.
-            let to = Rows::of_gradient(out.pointer(0), [s.inp, s.out], part);
+            let to = Rows::of_gradient(out.pointer(0), size, part);
             // SAFETY: the part lies in both domains; its weights belong to this chunk.
             unsafe {
                 for p in 0..POSITIONS {
                     weights::fetch(to, p);
+                    let rows = g.inp.at(p, input, part.inputs);
+                    if rows.is_empty() {
+                        continue;
+                    }
                     multiply_transposed(&Panels {
-                        a: v.data.add(p * v.plane + input * tiles),
+                        a: v.channel(p, rows.start),
                         a_panel: tiles * LANES,
-                        b: z.data.add(p * z.plane + panel * LANES * tiles),
+                        b: z.channel(p, panel * LANES),
                         b_panel: tiles * LANES,
-                        c: sums.add(p * plane),
+                        c: sums.add(p * plane + (rows.start - input) * LANES),
                         c_panel: stride,
-                        rows: part.inputs,
+                        rows: rows.len(),
                         depth: tiles,
                         columns: part.panels,
                         add: false,
@@ -710,12 +719,10 @@ fn gradient_by_parts(
                 }
                 let from = Sums {
                     first: sums,
-                    parts: 1,
-                    apart: 0,
                     plane,
                     stride,
                 };
-                weights::gradient(from, part, out.pointer(0), [s.inp, s.out], mode);
+                weights::gradient(from, part, out.pointer(0), size, mode);
             }
         });
     });

@@ -16,15 +16,39 @@ fn shapes() -> Vec<ConvShape> {
         // Few tiles and large weights: all three passes keep their tiles.
         shape([3, 4], 288, 272, three, one, one, one, 1),
     ];
+    let two = [2, 2];
+    all.extend([
+        shape([8, 8], 32, 48, three, two, one, one, 1),
+        shape([9, 6], 48, 32, three, two, one, one, 1),
+        shape([15, 14], 64, 64, three, two, one, one, 1),
+        // Blocks of inputs and of outputs that lie in two phases; all tiles are kept.
+        shape([7, 8], 80, 208, three, two, one, one, 1),
+        shape([5, 6], 144, 112, three, two, one, one, 1),
+    ]);
     // More than one block of tiles.
-    all.push(ConvShape {
-        images: 30,
-        ..shape([7, 8], 32, 32, three, one, one, one, 1)
-    });
+    for stride in [one, two] {
+        all.push(ConvShape {
+            images: 30,
+            ..shape(
+                [7, 8].map(|n| n * stride[0]),
+                32,
+                32,
+                three,
+                stride,
+                one,
+                one,
+                1,
+            )
+        });
+    }
     // Weight gradients in two partial sums, the second over fewer tiles.
     all.push(ConvShape {
         images: 15,
         ..shape([24, 23], 32, 32, three, one, one, one, 1)
+    });
+    all.push(ConvShape {
+        images: 40,
+        ..shape([33, 40], 32, 32, three, two, one, one, 1)
     });
     all
 }
@@ -33,10 +57,14 @@ fn shapes() -> Vec<ConvShape> {
 fn weight_gradients_come_in_all_ways() {
     let ways: Vec<_> = shapes()
         .iter()
-        .map(|s| (gradient_keeps(s), partials(s)))
+        .map(|s| (Grid::forward(s), s.stride[0]))
+        .map(|(g, stride)| (stride, g.keeps_tiles(), partials(&g)))
         .collect();
-    for way in [(true, 1), (false, 1), (false, 2)] {
-        assert!(ways.contains(&way), "{way:?}");
+    for stride in [1, 2] {
+        for (keeps, parts) in [(true, 1), (false, 1), (false, 2)] {
+            let way = (stride, keeps, parts);
+            assert!(ways.contains(&way), "{way:?}");
+        }
     }
 }
 

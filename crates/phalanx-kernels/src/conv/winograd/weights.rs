@@ -1,22 +1,23 @@
 //! Kernels to and from the transformed domain, where position p is one matrix
 //! `[outputs / 16][inputs][16]`.
 
+use super::phase::{Side, has, tap};
 use super::transform::{self, POSITIONS};
 use crate::Mode;
 use crate::vector::{LANES, Vector};
 
-/// Kernels in (tap, in, out) order.
+/// Kernels in (tap, in, out) order, of the layer's inputs and outputs.
 #[derive(Clone, Copy)]
 pub(super) struct Kernels<'a> {
     pub w: &'a [f32],
-    pub inp: usize,
+    pub inp: Side,
     pub out: usize,
     /// For the input gradient: rotated by 180 degrees, inputs and outputs exchanged.
     pub rotated: bool,
 }
 
 /// Part of the kernels: `panels` of sixteen outputs from `panel` on, `inputs` from
-/// `input` on. (For rotated kernels "outputs" are the layer's inputs.)
+/// `input` on, of all phases. (For rotated kernels "outputs" are the layer's inputs.)
 #[derive(Clone, Copy)]
 pub(super) struct Part {
     pub panel: usize,
@@ -49,20 +50,25 @@ fn place(plane: usize) -> impl Fn(usize, usize) -> usize {
 }
 
 #[inline(always)]
-unsafe fn forward_body<V: Vector>(k: Kernels<'_>, p: Part, plane: usize, u: *mut f32) {
-    // Panels inside: a row of the part is one run of memory.
-    for i in 0..p.inputs {
-        for panel in 0..p.panels {
-            let place = place(plane);
-            // SAFETY: part lies in the kernels, and `u` holds it.
-            unsafe {
-                let to = u.add((panel * p.inputs + i) * LANES);
-                let from = (k.w.as_ptr()).add((p.input + i) * k.out + (p.panel + panel) * LANES);
-                transform::weight_tile::<V>(
-                    |y, x| V::load(from.add((y * 3 + x) * k.inp * k.out)),
-                    |y, x, v| v.store(to.add(place(y, x))),
-                );
-            }
+unsafe fn forward_row<V: Vector>(k: Kernels<'_>, p: Part, i: usize, plane: usize, u: *mut f32) {
+    let (phase, input) = k.inp.place(p.input + i);
+    for panel in 0..p.panels {
+        let place = place(plane);
+        // SAFETY: part lies in the kernels, and `u` holds it.
+        unsafe {
+            let to = u.add((panel * p.inputs + i) * LANES);
+            let from = (k.w.as_ptr()).add(input * k.out + (p.panel + panel) * LANES);
+            transform::weight_tile::<V>(
+                |y, x| match tap(phase, y, x) {
+                    Some(tap) => V::load(from.add(tap * k.inp.channels * k.out)),
+                    None => V::splat(0.0),
+                },
+                |y, x, v| {
+                    if has(phase, y, x) {
+                        v.store(to.add(place(y, x)));
+                    }
+                },
+            );
         }
     }
 }
@@ -71,32 +77,44 @@ unsafe fn forward_body<V: Vector>(k: Kernels<'_>, p: Part, plane: usize, u: *mut
 type Block = [[[f32; LANES]; LANES]; TAPS];
 
 #[inline(always)]
-unsafe fn rotated_body<V: Vector>(k: Kernels<'_>, p: Part, plane: usize, u: *mut f32) {
+unsafe fn rotated_panel<V: Vector>(
+    k: Kernels<'_>,
+    p: Part,
+    panel: usize,
+    plane: usize,
+    u: *mut f32,
+) {
+    let (phase, channel) = k.inp.place((p.panel + panel) * LANES);
     let mut block: Block = [[[0.0; LANES]; LANES]; TAPS];
-    for panel in 0..p.panels {
-        for first in (0..p.inputs).step_by(LANES) {
-            // SAFETY: the part lies in the kernels, and `u` holds it.
-            unsafe {
-                let row = (p.panel + panel) * LANES * k.out + p.input + first;
-                for (tap, block) in block.iter_mut().enumerate() {
-                    let from = k.w.as_ptr().add(tap * k.inp * k.out + row);
-                    let mut rows = [V::splat(0.0); LANES];
-                    for (o, row) in rows.iter_mut().enumerate() {
-                        *row = V::load(from.add(o * k.out));
-                    }
-                    for (to, row) in block.iter_mut().zip(V::transpose(rows)) {
-                        row.store(to.as_mut_ptr());
-                    }
+    for first in (0..p.inputs).step_by(LANES) {
+        // SAFETY: the part lies in the kernels, and `u` holds it.
+        unsafe {
+            let row = channel * k.out + p.input + first;
+            for (tap, block) in block.iter_mut().enumerate() {
+                let from = (k.w.as_ptr()).add(tap * k.inp.channels * k.out + row);
+                let mut rows = [V::splat(0.0); LANES];
+                for (o, row) in rows.iter_mut().enumerate() {
+                    *row = V::load(from.add(o * k.out));
                 }
-                #[allow(clippy::needless_range_loop)] // of the inner of three arrays
-                for i in 0..LANES {
-                    let place = place(plane);
-                    let to = u.add((panel * p.inputs + first + i) * LANES);
-                    transform::weight_tile::<V>(
-                        |y, x| V::load(block[TAPS - 1 - (y * 3 + x)][i].as_ptr()),
-                        |y, x, v| v.store(to.add(place(y, x))),
-                    );
+                for (to, row) in block.iter_mut().zip(V::transpose(rows)) {
+                    row.store(to.as_mut_ptr());
                 }
+            }
+            #[allow(clippy::needless_range_loop)] // of the inner of three arrays
+            for i in 0..LANES {
+                let place = place(plane);
+                let to = u.add((panel * p.inputs + first + i) * LANES);
+                transform::weight_tile::<V>(
+                    |y, x| match tap(phase, y, x) {
+                        Some(tap) => V::load(block[TAPS - 1 - tap][i].as_ptr()),
+                        None => V::splat(0.0),
+                    },
+                    |y, x, v| {
+                        if has(phase, y, x) {
+                            v.store(to.add(place(y, x)));
+                        }
+                    },
+                );
             }
         }
     }
@@ -104,13 +122,17 @@ unsafe fn rotated_body<V: Vector>(k: Kernels<'_>, p: Part, plane: usize, u: *mut
 
 #[inline(always)]
 unsafe fn transform_body<V: Vector>(k: Kernels<'_>, p: Part, plane: usize, u: *mut f32) {
-    // SAFETY: the caller's promise.
-    unsafe {
-        if k.rotated {
-            rotated_body::<V>(k, p, plane, u);
-        } else {
-            forward_body::<V>(k, p, plane, u);
+    if k.rotated {
+        for panel in 0..p.panels {
+            // SAFETY: the caller's promise.
+            unsafe { rotated_panel::<V>(k, p, panel, plane, u) };
         }
+        return;
+    }
+    // Panels inside: a row of the part is one run of memory.
+    for i in 0..p.inputs {
+        // SAFETY: the caller's promise.
+        unsafe { forward_row::<V>(k, p, i, plane, u) };
     }
 }
 
@@ -139,14 +161,15 @@ impl Rows {
     /// Where `part` of the kernels lies.
     pub(super) fn of(k: Kernels<'_>, p: Part) -> Self {
         let (at, count, lines) = if k.rotated {
-            let row = p.panel * LANES * k.out + p.input;
+            let row = k.inp.place(p.panel * LANES).1 * k.out + p.input;
             (row, p.panels * LANES, p.inputs.div_ceil(LANES))
         } else {
-            (p.input * k.out + p.panel * LANES, p.inputs, p.panels)
+            let row = k.inp.place(p.input).1 * k.out;
+            (row + p.panel * LANES, p.inputs, p.panels)
         };
         Rows {
             first: k.w.as_ptr().wrapping_add(at),
-            tap: k.inp * k.out,
+            tap: k.inp.channels * k.out,
             stride: k.out,
             count,
             lines,
@@ -164,11 +187,11 @@ impl Rows {
         }
     }
 
-    /// Where the gradient of `part` of `inp` x `out` kernels goes.
-    pub(super) fn of_gradient(dw: *const f32, [inp, out]: [usize; 2], p: Part) -> Self {
+    /// Where the gradient of `part` of kernels goes.
+    pub(super) fn of_gradient(dw: *const f32, (inp, out): (Side, usize), p: Part) -> Self {
         Rows {
-            first: dw.wrapping_add(p.input * out + p.panel * LANES),
-            tap: inp * out,
+            first: dw.wrapping_add(inp.place(p.input).1 * out + p.panel * LANES),
+            tap: inp.channels * out,
             stride: out,
             count: p.inputs,
             lines: p.panels,
@@ -197,79 +220,72 @@ vectorised! {
     pub(super) unsafe fn fetch(rows: Rows, share: usize) = fetch_body
 }
 
-/// Transformed gradients of a part: partial sums to be added up in order.
+/// Transformed gradients of a part.
 #[derive(Clone, Copy)]
 pub(super) struct Sums {
-    /// The part's first value in the first sum.
+    /// The part's first value.
     pub first: *const f32,
-    pub parts: usize,
-    /// Floats from one sum to the next, from one position to the next, and from one
-    /// panel of outputs to the next.
-    pub apart: usize,
+    /// Floats from one position to the next, and from one panel of outputs to the next.
     pub plane: usize,
     pub stride: usize,
 }
 
 #[inline(always)]
-unsafe fn gradient_body<V: Vector>(u: Sums, p: Part, dw: *mut f32, size: [usize; 2], mode: Mode) {
-    // One sum is the common case, and its loads need no loop.
-    // SAFETY: the caller's promise.
-    unsafe {
-        match (u.parts, mode) {
-            (1, Mode::Write) => gradient_part::<V, true, true>(u, p, dw, size),
-            (1, Mode::Add) => gradient_part::<V, true, false>(u, p, dw, size),
-            (_, Mode::Write) => gradient_part::<V, false, true>(u, p, dw, size),
-            (_, Mode::Add) => gradient_part::<V, false, false>(u, p, dw, size),
+unsafe fn gradient_row<V: Vector>(
+    u: Sums,
+    p: Part,
+    i: usize,
+    dw: *mut f32,
+    (inp, out): (Side, usize),
+    mode: Mode,
+) {
+    let (phase, input) = inp.place(p.input + i);
+    for panel in 0..p.panels {
+        let place = place(u.plane);
+        // SAFETY: the part lies in both.
+        unsafe {
+            let from = u.first.add(panel * u.stride + i * LANES);
+            let to = dw.add(input * out + (p.panel + panel) * LANES);
+            transform::weight_gradient_tile::<V>(
+                |y, x| match has(phase, y, x) {
+                    true => V::load(from.add(place(y, x))),
+                    false => V::splat(0.0),
+                },
+                |y, x, v| {
+                    if let Some(tap) = tap(phase, y, x) {
+                        let to = to.add(tap * inp.channels * out);
+                        match mode {
+                            Mode::Write => v.store(to),
+                            Mode::Add => V::load(to).add(v).store(to),
+                        }
+                    }
+                },
+            );
         }
     }
 }
 
 #[inline(always)]
-unsafe fn gradient_part<V: Vector, const ONE: bool, const WRITE: bool>(
+unsafe fn gradient_body<V: Vector>(
     u: Sums,
     p: Part,
     dw: *mut f32,
-    [inp, out]: [usize; 2],
+    size: (Side, usize),
+    mode: Mode,
 ) {
     for i in 0..p.inputs {
-        for panel in 0..p.panels {
-            let place = place(u.plane);
-            // SAFETY: the part lies in both.
-            unsafe {
-                let from = u.first.add(panel * u.stride + i * LANES);
-                let to = dw.add((p.input + i) * out + (p.panel + panel) * LANES);
-                transform::weight_gradient_tile::<V>(
-                    |y, x| {
-                        let from = from.add(place(y, x));
-                        let mut sum = V::load(from);
-                        if !ONE {
-                            for part in 1..u.parts {
-                                sum = sum.add(V::load(from.add(part * u.apart)));
-                            }
-                        }
-                        sum
-                    },
-                    |y, x, v| {
-                        let to = to.add((y * 3 + x) * inp * out);
-                        if WRITE {
-                            v.store(to);
-                        } else {
-                            V::load(to).add(v).store(to);
-                        }
-                    },
-                );
-            }
-        }
+        // SAFETY: the caller's promise.
+        unsafe { gradient_row::<V>(u, p, i, dw, size, mode) };
     }
 }
 
 vectorised! {
-    /// Adds up partial sums of part of the kernels' gradients and transforms them back.
+    /// Transforms part of the kernels' gradients back.
     ///
     /// # Safety
-    /// `u` holds the part in each of its sums, `dw` all `9 * inp * out` values, and no
-    /// other code touches the part of `dw`.
+    /// `u` holds the part, `dw` all `9 * inp * out` values, and no other code touches the
+    /// part of `dw`.
     pub(super) unsafe fn gradient(
-        u: Sums, p: Part, dw: *mut f32, size: [usize; 2], mode: Mode,
+        u: Sums, p: Part, dw: *mut f32, size: (Side, usize), mode: Mode,
     ) = gradient_body
 }
