@@ -19,11 +19,11 @@ fn shapes() -> Vec<ConvShape> {
     let two = [2, 2];
     all.extend([
         shape([8, 8], 32, 48, three, two, one, one, 1),
-        shape([9, 6], 48, 32, three, two, one, one, 1),
-        shape([15, 14], 64, 64, three, two, one, one, 1),
+        shape([7, 7], 48, 32, three, two, one, one, 1),
+        shape([29, 14], 64, 64, three, two, one, one, 1),
         // Blocks of inputs and of outputs that lie in two phases; all tiles are kept.
         shape([7, 8], 80, 208, three, two, one, one, 1),
-        shape([5, 6], 144, 112, three, two, one, one, 1),
+        shape([8, 7], 144, 112, three, two, one, one, 1),
     ]);
     // More than one block of tiles.
     for stride in [one, two] {
