@@ -93,6 +93,9 @@ unsafe fn run<V: Vector, O: Op<V>>(into: &[*mut u8], sources: &[*const u8], job:
         let step = AT_ONCE * V::LANES;
         let elem = size_of::<V::Elem>();
         let far = count * elem >= FAR_BYTES;
+        // AMD's processors see far enough ahead, and have this extension.
+        #[cfg(target_arch = "x86_64")]
+        let far = far && !std::arch::is_x86_feature_detected!("sse4a");
         let ahead = |source: *const u8, at: usize| {
             if far {
                 ask_for(source.wrapping_add(at * elem + AHEAD_BYTES), step * elem);

@@ -144,6 +144,17 @@ pub(super) trait Wide: Float<Elem = f32> {
     unsafe fn store_bf16(both: [Self; 2], to: *mut bf16);
 }
 
+/// Arithmetic of a vector that consists of others.
+macro_rules! each {
+    ($name:ident $parts:tt $($method:ident)*) => { $(each! { @ $name $parts $method })* };
+    (@ $name:ident [$($part:tt)*] $method:ident) => {
+        #[inline(always)]
+        fn $method(self, x: Self) -> Self {
+            $name($(self.$part.$method(x.$part)),*)
+        }
+    };
+}
+
 /// f16 elements as f32 accumulators.
 #[derive(Clone, Copy)]
 pub(super) struct F16<V>(V);
@@ -162,22 +173,7 @@ impl<V: Wide> Vector for F16<V> {
         // SAFETY: handed on from the caller.
         unsafe { self.0.store_f16(to) }
     }
-    #[inline(always)]
-    fn sum(self, x: Self) -> Self {
-        F16(self.0.sum(x.0))
-    }
-    #[inline(always)]
-    fn product(self, x: Self) -> Self {
-        F16(self.0.product(x.0))
-    }
-    #[inline(always)]
-    fn min(self, x: Self) -> Self {
-        F16(self.0.min(x.0))
-    }
-    #[inline(always)]
-    fn max(self, x: Self) -> Self {
-        F16(self.0.max(x.0))
-    }
+    each! { F16 [0] sum product min max }
     #[inline(always)]
     fn canonical(self) -> Self {
         F16(self.0.canonical())
@@ -212,22 +208,7 @@ impl<V: Wide> Vector for Bf16<V> {
         // SAFETY: handed on from the caller.
         unsafe { V::store_bf16([self.0, self.1], to) }
     }
-    #[inline(always)]
-    fn sum(self, x: Self) -> Self {
-        Bf16(self.0.sum(x.0), self.1.sum(x.1))
-    }
-    #[inline(always)]
-    fn product(self, x: Self) -> Self {
-        Bf16(self.0.product(x.0), self.1.product(x.1))
-    }
-    #[inline(always)]
-    fn min(self, x: Self) -> Self {
-        Bf16(self.0.min(x.0), self.1.min(x.1))
-    }
-    #[inline(always)]
-    fn max(self, x: Self) -> Self {
-        Bf16(self.0.max(x.0), self.1.max(x.1))
-    }
+    each! { Bf16 [0 1] sum product min max }
     #[inline(always)]
     fn canonical(self) -> Self {
         Bf16(self.0.canonical(), self.1.canonical())
