@@ -5,7 +5,7 @@
 //! | 0 | phase: how often the rank has published; written last |
 //! | 1–3 | the operation's signature |
 //! | 4 | where its data is: a [`Place`] |
-//! | 5 | the stage size it prefers; highest bit: it can read all others' memory |
+//! | 5 | the stage size it prefers (40 bits); the core on which it was when it began, where ranks share cores; highest bit: it can read all others' memory |
 //! | 6–14 | data of at most 72 bytes; before the first operation a [`Sign`] |
 //! | 15 | the last phase in which it arrived last and had to wake others |
 //!
@@ -33,6 +33,8 @@ const STAGED: u64 = u64::MAX;
 const ADDRESS: u64 = 1 << 63;
 /// A rank can read all others' memory.
 const READS: u64 = 1 << 63;
+/// Bits of the stage size, below those of the core.
+const WISH_BITS: u32 = 40;
 
 /// Where others find a rank's data.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -88,8 +90,10 @@ impl<'a> Cell<'a> {
         self.word(LAST).load(Relaxed)
     }
 
-    /// Writes what others may read once it is published.
-    pub(super) fn describe(self, signature: [u64; 3], place: Place, wish: usize, reads: bool) {
+    /// Writes what others may read once it is published. `wish` are the stage size that the rank
+    /// prefers, the core on which it is, and whether it can read all others' memory.
+    pub(super) fn describe(self, signature: [u64; 3], place: Place, wish: (usize, usize, bool)) {
+        let (stage, core, reads) = wish;
         for (i, value) in signature.into_iter().enumerate() {
             self.word(SIGNATURE + i).store(value, Relaxed);
         }
@@ -99,9 +103,14 @@ impl<'a> Cell<'a> {
             Place::Address(address) => address | ADDRESS,
         };
         self.word(PLACE).store(place, Relaxed);
-        let wish = wish as u64 & !READS;
-        self.word(WISH)
-            .store(wish | if reads { READS } else { 0 }, Relaxed);
+        let (stage, core) = (stage as u64 & !(u64::MAX << WISH_BITS), core as u64);
+        let wish = (core << WISH_BITS & !READS) | stage | (u64::from(reads) << 63);
+        self.word(WISH).store(wish, Relaxed);
+    }
+
+    /// The core on which the rank was when it began its latest operation in this cell; a hint.
+    pub(super) fn core(self) -> u64 {
+        (self.word(WISH).load(Relaxed) & !READS) >> WISH_BITS
     }
 
     pub(super) fn signature(self) -> [u64; 3] {
@@ -119,7 +128,7 @@ impl<'a> Cell<'a> {
 
     /// The stage size it prefers; not checked.
     pub(super) fn wish(self) -> usize {
-        usize::try_from(self.word(WISH).load(Relaxed) & !READS).unwrap_or(usize::MAX)
+        (self.word(WISH).load(Relaxed) & !(u64::MAX << WISH_BITS)) as usize
     }
 
     /// Whether it claims to read all others' memory; not checked.

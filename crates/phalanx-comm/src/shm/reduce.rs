@@ -64,23 +64,35 @@ impl Run<'_, '_> {
             unsafe { self.fold_chunk(mine, None, 0) };
             return self.step();
         }
+        // Others write the results there.
+        let fetches = stages && self.receives(self.shm.me);
         for i in 1..=segments {
             // SAFETY: as README.md explains: segment i is staged where i − 2 was, which
             // is fetched first, and i − 1 is folded in the other stage.
             unsafe {
-                if i >= 2 && stages {
-                    self.fetch_results(piece(i - 2), i - 2);
+                if i >= 2 && fetches {
+                    self.copy_others(piece(i - 2), i - 2, |data, stage| (stage, data));
                 }
                 if i < segments && stages {
                     self.copy_others(piece(i), i, |data, stage| (data, stage));
                 }
-                self.fold_piece(piece(i - 1), i - 1);
+                let (start, len) = (piece(i - 1).start, piece(i - 1).len());
+                let mine = self.chunks(len).range(self.shm.me);
+                self.fold_chunk(
+                    start + mine.start..start + mine.end,
+                    Some(mine.start),
+                    i - 1,
+                );
             }
             self.step()?;
         }
-        if stages {
+        if fetches {
             // SAFETY: as above; all ranks are done with our stages.
-            unsafe { self.fetch_results(piece(segments - 1), segments - 1) };
+            unsafe {
+                self.copy_others(piece(segments - 1), segments - 1, |data, stage| {
+                    (stage, data)
+                })
+            };
         }
         self.shm.staged += segments;
         Ok(())
@@ -122,18 +134,6 @@ impl Run<'_, '_> {
         self.shm.lists = lists;
     }
 
-    /// Folds the elements that we own of `piece`, segment `index`.
-    ///
-    /// # Safety
-    ///
-    /// The segment is staged, and no other rank touches our chunk of it.
-    unsafe fn fold_piece(&mut self, piece: std::ops::Range<usize>, index: usize) {
-        let mine = self.chunks(piece.len()).range(self.shm.me);
-        let range = piece.start + mine.start..piece.start + mine.end;
-        // SAFETY: handed on from the caller.
-        unsafe { self.fold_chunk(range, Some(mine.start), index) };
-    }
-
     /// Folds the elements `range`, which we own, from all ranks, and writes them to all
     /// ranks that get the result: to the place that a rank published, or to its stage
     /// `index`. `in_stage` is where unregistered ranks have staged them; `None` when all
@@ -141,7 +141,7 @@ impl Run<'_, '_> {
     ///
     /// # Safety
     ///
-    /// As for [`Run::fold_piece`].
+    /// The segment is staged, and no other rank touches our chunk of it.
     unsafe fn fold_chunk(
         &mut self,
         range: std::ops::Range<usize>,
@@ -193,19 +193,6 @@ impl Run<'_, '_> {
         self.context.flight.folded(began);
         let bytes = count * self.elem_bytes * sources.len();
         self.shm.counters.folded(bytes);
-    }
-
-    /// Fetches the elements of `piece` that others own from our stage `index`, where they
-    /// wrote the results.
-    ///
-    /// # Safety
-    ///
-    /// The segment `index` is folded, and no other rank touches our data and that stage.
-    unsafe fn fetch_results(&mut self, piece: std::ops::Range<usize>, index: usize) {
-        if self.receives(self.shm.me) {
-            // SAFETY: handed on from the caller.
-            unsafe { self.copy_others(piece, index, |data, stage| (stage, data)) };
-        }
     }
 
     /// Copies the elements of `piece` that others own between our data and our stage
@@ -266,7 +253,7 @@ impl Run<'_, '_> {
         if count == 0 {
             return Ok(());
         }
-        let some_registered = self.any_registered();
+        let some_registered = (0..world).any(|rank| self.registered(rank).is_some());
         let in_place = self.all_registered();
         if let (true, Some(visit)) = (in_place, visit) {
             let room = self.buffers.output;

@@ -15,10 +15,6 @@ use crate::transport::Mesh;
 use crate::wait::Bell;
 use crate::{DType, Error, Result};
 
-/// Checks of the others' cells before the clock is read for the first time: the others
-/// mostly arrive within a microsecond.
-const QUICK_LOOKS: u32 = 64;
-
 /// How often a sleeper checks which ranks are still missing while the wait doubles.
 const CHECKS_PER_WAIT: f64 = 8.0;
 /// Shortest time between two such checks.
@@ -104,12 +100,10 @@ impl<'a, 'b> Run<'a, 'b> {
 
     /// Writes this rank's operation and the place of its data.
     pub(super) fn describe(&self, place: Place) {
-        self.cell(self.shm.me).describe(
-            self.context.signature.words(),
-            place,
-            self.shm.stage_bytes,
-            self.shm.reads,
-        );
+        let words = self.context.signature.words();
+        let core = (!self.mesh.polls()).then(rustix::thread::sched_getcpu);
+        let wish = (self.shm.stage_bytes, core.unwrap_or(0), self.shm.reads);
+        self.cell(self.shm.me).describe(words, place, wish);
     }
 
     /// Publishes that everything up to here is done. True if all others are there.
@@ -126,8 +120,8 @@ impl<'a, 'b> Run<'a, 'b> {
             // Not worth a write to a shared line while all are awake.
             if others.clone().any(|rank| self.bell(rank).is_asleep()) {
                 self.cell(self.shm.me).was_last(phase);
+                others.for_each(|rank| self.bell(rank).ring());
             }
-            others.for_each(|rank| self.bell(rank).ring());
         }
         all
     }
@@ -136,8 +130,21 @@ impl<'a, 'b> Run<'a, 'b> {
         self.cell(rank).phase() >= self.shm.phase
     }
 
+    /// The ranks that have not reached this step.
+    fn missing(&self) -> impl Iterator<Item = usize> {
+        (0..self.shm.world).filter(|&rank| !self.is_there(rank))
+    }
+
     fn all_there(&self) -> bool {
-        (0..self.shm.world).all(|rank| rank == self.shm.me || self.is_there(rank))
+        self.missing().next().is_none()
+    }
+
+    /// Whether one of the missing ranks was last on our core; `None` when none is missing.
+    fn awaits_own_core(&self) -> Option<bool> {
+        let core = |rank| self.cell(rank).core();
+        let is_here = |rank| core(rank) == core(self.shm.me);
+        let mut missing = self.missing();
+        Some(is_here(missing.next()?) || missing.any(is_here))
     }
 
     /// Publishes this rank's operation, waits until all have come, and compares.
@@ -155,24 +162,19 @@ impl<'a, 'b> Run<'a, 'b> {
 
     /// Publishes that this rank has reached this step, and waits for the others.
     pub(super) fn step(&mut self) -> Result<()> {
-        if !self.publish() && !self.poll() {
-            self.wait()?;
+        if !self.publish()
+            && let Some(fresh) = self.mesh.budget().look(|| self.awaits_own_core())
+        {
+            self.wait(!fresh)?;
         }
         self.step += 1;
         Ok(())
     }
 
-    fn poll(&self) -> bool {
-        let looks = if self.mesh.polls() { QUICK_LOOKS } else { 0 };
-        (0..looks).any(|_| {
-            std::hint::spin_loop();
-            self.all_there()
-        })
-    }
-
-    fn wait(&mut self) -> Result<()> {
+    /// `late` when the budget of the wait is spent already.
+    fn wait(&mut self, late: bool) -> Result<()> {
         let began = Instant::now();
-        for spins in 0.. {
+        for spins in u32::from(late).. {
             if self.all_there() {
                 break;
             }
@@ -214,8 +216,7 @@ impl<'a, 'b> Run<'a, 'b> {
         if times.1.duration_since(times.0) < AFTER {
             return;
         }
-        let missing = |rank: &usize| *rank != self.shm.me && !self.is_there(*rank);
-        let missing: Vec<usize> = (0..self.shm.world).filter(missing).collect();
+        let missing: Vec<usize> = self.missing().collect();
         let awaits = missing.into_iter().map(|peer| Awaited {
             peer,
             data: true,
@@ -227,7 +228,7 @@ impl<'a, 'b> Run<'a, 'b> {
     /// Records the awaited ranks in the flight recorder.
     fn note_missing(&mut self) {
         for rank in 0..self.shm.world {
-            self.shm.want[rank].recv = rank != self.shm.me && !self.is_there(rank);
+            self.shm.want[rank].recv = !self.is_there(rank);
         }
         self.context.flight.waiting(&self.shm.want);
     }
@@ -355,14 +356,7 @@ impl<'a, 'b> Run<'a, 'b> {
 
     /// Whether the data of all ranks is registered.
     pub(super) fn all_registered(&self) -> bool {
-        let mut places = self.shm.places.iter();
-        places.all(|place| matches!(place, Place::Arena(_)))
-    }
-
-    /// Whether the data of any rank is registered.
-    pub(super) fn any_registered(&self) -> bool {
-        let mut places = self.shm.places.iter();
-        places.any(|place| matches!(place, Place::Arena(_)))
+        (0..self.shm.world).all(|rank| self.registered(rank).is_some())
     }
 
     /// Stage `index` of `rank`, or for tiny data its cell.

@@ -67,7 +67,8 @@ fn meet(offset: u64, wish: usize) -> crate::Error {
         seq: 0,
     };
     let cell = Cell::new(&segment, 1, 0);
-    cell.describe(signature.words(), cell::Place::Arena(offset), wish, false);
+    let place = cell::Place::Arena(offset);
+    cell.describe(signature.words(), place, (wish, 0, false));
     // It agrees on the stage (two steps) and enters, and then does nothing more. (Where
     // ranks share cores one more step could already be the last.)
     cell.publish(3);

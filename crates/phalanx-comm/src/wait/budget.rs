@@ -20,6 +20,15 @@ const PAUSE: Duration = Duration::from_micros(50);
 /// that a peer without a core would otherwise wait for.
 const POLLS_PER_YIELD: u32 = 64;
 
+/// Looks at the others at the start of a wait, about 1 µs.
+const QUICK_LOOKS: u32 = 64;
+
+/// Of so many waits in a row the first yield is not timed, which takes a twentieth of the time
+/// of a barrier; the one after them is.
+const UNTIMED_LOOKS: u32 = 7;
+/// So many waits are timed from their start after a yield took a [`TIME_SLICE`].
+const TIMED_LOOKS: u32 = 5000;
+
 /// Yields before sleeping.
 const YIELDS: u32 = 10;
 
@@ -41,6 +50,8 @@ const CROWDED: Duration = Duration::from_millis(20);
 thread_local! {
     /// Until when this thread sleeps without yielding.
     static CROWDED_UNTIL: Cell<Option<Instant>> = const { Cell::new(None) };
+    /// Counts down with each [`Budget::look`], of which the last [`UNTIMED_LOOKS`] are not timed.
+    static LOOKS_LEFT: Cell<u32> = const { Cell::new(0) };
 }
 
 /// Yields once, and returns whether it is time to sleep because another thread computed
@@ -53,6 +64,7 @@ fn yields_core(start: Instant, spent: &mut Duration) -> bool {
     let taken = spent.saturating_sub(before);
     if taken >= TIME_SLICE {
         CROWDED_UNTIL.set(Some(start + *spent + CROWDED));
+        LOOKS_LEFT.set(TIMED_LOOKS);
     }
     taken >= YIELDING
 }
@@ -100,6 +112,41 @@ impl Budget {
         !self.pause.is_zero()
     }
 
+    /// The first part of a wait, in which nothing but the awaited threads is looked at: mostly
+    /// they come within microseconds. `missing` is `None` when all have come, and otherwise
+    /// whether one of those awaited was last seen on the core of this thread: then only a yield
+    /// lets it come. While all of them are on other cores a yield would give the core to a
+    /// thread that waits for the same.
+    ///
+    /// `None` when all have come, otherwise whether the [`Budget::wait`] that must follow is fresh.
+    pub(crate) fn look(&self, missing: impl Fn() -> Option<bool>) -> Option<bool> {
+        let shares = !self.yielding.is_zero();
+        let left = LOOKS_LEFT.get();
+        LOOKS_LEFT.set(left.checked_sub(1).unwrap_or(UNTIMED_LOOKS));
+        let timed = shares && !(1..=UNTIMED_LOOKS).contains(&left);
+        let mut start = timed.then(Instant::now);
+        if !shares && !self.polls() || timed && CROWDED_UNTIL.get() > start {
+            return Some(true);
+        }
+        let (mut looks, mut spent) = (0, Duration::ZERO);
+        loop {
+            let is_here = missing()?;
+            if looks < QUICK_LOOKS && !(shares && is_here) {
+                std::hint::spin_loop();
+                looks += 1;
+            } else if let Some(start) = start {
+                if yields_core(start, &mut spent) || spent >= YIELDING {
+                    return Some(false);
+                }
+            } else if shares {
+                std::thread::yield_now();
+                start = Some(Instant::now());
+            } else {
+                return Some(true);
+            }
+        }
+    }
+
     /// Waits on `bell` until `ready` (checked with sequentially consistent loads), a
     /// ring, or `timeout`. `fresh` is false when the caller has already spent its
     /// budget on this wait.
@@ -122,8 +169,7 @@ impl Budget {
         }
         let unlimited = self.pause.max(self.yielding) == Duration::MAX;
         let start = Instant::now();
-        let crowded = CROWDED_UNTIL.get().is_some_and(|until| start < until);
-        if unlimited || fresh && !crowded {
+        if unlimited || fresh && CROWDED_UNTIL.get() <= Some(start) {
             let pause = self.pause.min(timeout);
             let yielding = self.yielding.min(timeout);
             let (mut spent, mut yields, mut sleepy) = (Duration::ZERO, 0, false);
