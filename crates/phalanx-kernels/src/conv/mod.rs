@@ -6,9 +6,9 @@
 //! * `bf16`: one group, where bf16 is asked for and the processor's [`Family`] multiplies it.
 //! * `winograd`: 3x3 at stride 1 or 2 with 32 channels and more, in sixteens.
 //! * `depthwise`: a kernel for each channel.
+//! * `pointwise`: 1x1 at stride 1 with few weights or pixels, or with channels not in sixteens: one product.
 //! * `direct`: other kernels and strides with channels in sixteens, through
 //!   tables of pixel pointers.
-//! * `pointwise`: 1x1 at stride 1 with other channels: one product.
 //! * `gather`: everything else: windows copied into a block that fits the L2
 //!   cache, then one product.
 //!
@@ -62,10 +62,10 @@ impl Method {
             Method::Winograd
         } else if depthwise::fits(s) {
             Method::Depthwise
+        } else if pointwise::fits(s) && (pointwise::beats_tables(s) || !direct::fits(s)) {
+            Method::Pointwise
         } else if direct::fits(s) {
             Method::Direct
-        } else if pointwise::fits(s) {
-            Method::Pointwise
         } else {
             Method::Gather
         }
@@ -163,7 +163,7 @@ pub fn work_len(s: &ConvShape) -> usize {
         #[cfg(target_arch = "x86_64")]
         Method::Bf16 => return bf16::work_len(s).max(partials(s) * s.out),
         Method::Winograd => return winograd::work_len(s).max(partials(s) * s.out),
-        Method::Direct => partials(s) * s.out,
+        _ if direct::fits(s) => partials(s) * s.out,
         _ => partials(s) * s.weight_len().max(s.out),
     };
     let wide = match may_be_bf16(s) {
@@ -208,8 +208,12 @@ pub fn weight_gradient(
     }
     let (x, work) = widened(threads, x, work);
     let (dy, work) = widened(threads, dy, work);
-    if method == Method::Direct {
-        return direct::weight_gradient(threads, s, x, dy, dw, mode);
+    match method {
+        Method::Direct => return direct::weight_gradient(threads, s, x, dy, dw, mode),
+        Method::Pointwise if direct::fits(s) => {
+            return pointwise::weight_gradient(threads, s, x, dy, dw, mode);
+        }
+        _ => {}
     }
     let chunks = partials(s);
     let per = s.images.div_ceil(chunks);
@@ -223,7 +227,9 @@ pub fn weight_gradient(
         let dy = &dy[images.start * ol..images.end * ol];
         match method {
             Method::Depthwise => return depthwise::weight_gradient(s, x, dy, dw),
-            Method::Pointwise => return pointwise::weight_gradient(s, x, dy, dw),
+            Method::Pointwise => {
+                return pointwise::weight_gradient(threads, s, x, dy, dw, Mode::Write);
+            }
             _ => dw.fill(0.0),
         }
         for (x, dy) in x.chunks_exact(il.max(1)).zip(dy.chunks_exact(ol.max(1))) {

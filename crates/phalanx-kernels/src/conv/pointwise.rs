@@ -1,17 +1,23 @@
 //! 1x1 kernels at stride 1 are products: pixels of all images are the rows.
 //!
-//! *Order*: an element is one sum over channels. A weight's sum goes over chunks of
-//! images, folded in order (by the caller).
+//! *Order*: an element is one sum over channels. With channels in sixteens, a weight's sum goes over
+//! all pixels: the bits of `direct`. With others it goes over chunks of images, folded in order (by the caller).
 
 use super::ConvShape;
 use crate::Mode;
 use crate::bias::finish;
 use crate::par::ThreadPool;
-use crate::product::{Mat, product, product_threaded};
+use crate::product::{Mat, product_threaded};
 
 /// Whether this method computes the layer.
 pub(super) fn fits(s: &ConvShape) -> bool {
     s.kernel == [1, 1] && s.stride == [1, 1] && s.padding == [0, 0] && s.groups == 1
+}
+
+/// Whether a product is faster than the tables of `direct`, where both compute the layer: these cost much of the time
+/// of a pixel with few weights; over many pixels they read each from memory fewer times.
+pub(super) fn beats_tables(s: &ConvShape) -> bool {
+    s.weight_len() < 1 << 14 || s.images * (s.in_len() + s.out_len()) <= 1 << 20
 }
 
 /// `y = act(x w + bias)`.
@@ -35,12 +41,18 @@ pub(super) fn forward(
 /// Rows of a pass over outputs.
 const ROWS: usize = 256;
 
-/// `dw` becomes the weight gradient of these images.
-pub(super) fn weight_gradient(s: &ConvShape, x: &[f32], dy: &[f32], dw: &mut [f32]) {
+/// `dw (+)=` the weight gradient of these images.
+pub(super) fn weight_gradient(
+    threads: &ThreadPool,
+    s: &ConvShape,
+    x: &[f32],
+    dy: &[f32],
+    dw: &mut [f32],
+    mode: Mode,
+) {
     let rows = dy.len().checked_div(s.out).unwrap_or(0);
     let a = Mat::rows(x, rows, s.inp, s.inp).t();
-    let b = Mat::rows(dy, rows, s.out, s.out);
-    product(dw, s.out, a, b, Mode::Write);
+    product_threaded(threads, dw, a, Mat::rows(dy, rows, s.out, s.out), mode);
 }
 
 /// `dx (+)= dy wᵀ`.
