@@ -371,26 +371,13 @@ unsafe fn tile<V: Vector, const M: usize, const N: usize>(
     // that exist are touched.
     unsafe {
         let c = s.c.add(r * s.stride + j * LANES);
-        let columns = (N - 1) * LANES + tail;
+        let wide = |n: usize| if n + 1 == N { tail } else { LANES };
         // Loops over the sums stay short, so that all of them are unrolled and the sums are in registers.
         let mut sums = [[V::splat(0.0); N]; M];
         if s.begin == Begin::Continue {
-            if tail == LANES {
-                for (m, sums) in sums.iter_mut().enumerate() {
-                    for (n, v) in sums.iter_mut().enumerate() {
-                        *v = V::load(c.add(m * s.stride + n * LANES));
-                    }
-                }
-            } else {
-                let mut own = [[[0.0; LANES]; N]; M];
-                for (m, own) in own.iter_mut().enumerate() {
-                    let from = c.add(m * s.stride);
-                    std::ptr::copy_nonoverlapping(from, own.as_mut_ptr().cast(), columns);
-                }
-                for (sums, own) in sums.iter_mut().zip(&own) {
-                    for (v, own) in sums.iter_mut().zip(own) {
-                        *v = V::load(own.as_ptr());
-                    }
+            for (m, sums) in sums.iter_mut().enumerate() {
+                for (n, v) in sums.iter_mut().enumerate() {
+                    *v = V::load_first(c.add(m * s.stride + n * LANES), wide(n));
                 }
             }
         }
@@ -421,41 +408,21 @@ unsafe fn tile<V: Vector, const M: usize, const N: usize>(
                 }
             }
         }
-        if tail == LANES && s.begin != Begin::AddAfter {
-            // Chains that do not wait for each other.
-            // Not from 0, as `seen`.
-            let mut squares = [V::splat(1.0); N];
-            for (m, sums) in sums.iter().enumerate() {
-                for (n, (&v, square)) in sums.iter().zip(&mut squares).enumerate() {
-                    *square = v.fma(v, *square);
-                    v.store(c.add(m * s.stride + n * LANES));
-                }
-            }
-            squares.iter().for_each(|&square| *seen = seen.add(square));
-            return;
-        }
-        let mut own = [[[0.0; LANES]; N]; M];
-        for (own, sums) in own.iter_mut().zip(&sums) {
-            for (own, v) in own.iter_mut().zip(sums) {
-                v.store(own.as_mut_ptr());
-            }
-        }
-        for (m, own) in own.iter_mut().enumerate() {
-            let to = std::slice::from_raw_parts_mut(c.add(m * s.stride), columns);
-            for (to, v) in to.iter_mut().zip(own.as_flattened()) {
-                *to = if s.begin == Begin::AddAfter {
-                    *to + v
-                } else {
-                    *v
+        // Chains that do not wait for each other; not from 0, as `seen`. Columns that do not exist are sums of zeros times
+        // a row: not finite only if those that do are not.
+        let mut squares = [V::splat(1.0); N];
+        for (m, sums) in sums.iter().enumerate() {
+            for (n, (&v, square)) in sums.iter().zip(&mut squares).enumerate() {
+                let to = c.add(m * s.stride + n * LANES);
+                let v = match s.begin {
+                    Begin::AddAfter => V::load_first(to, wide(n)).add(v),
+                    _ => v,
                 };
-            }
-            // Columns that do not exist are sums of zeros times a row: not finite only if those that do are not.
-            own.as_flattened_mut()[..columns].copy_from_slice(to);
-            for own in own {
-                let v = V::load(own.as_ptr());
-                *seen = v.fma(v, *seen);
+                *square = v.fma(v, *square);
+                v.store_first(to, wide(n));
             }
         }
+        squares.iter().for_each(|&square| *seen = seen.add(square));
     }
 }
 

@@ -55,6 +55,32 @@ pub(crate) trait Vector: Copy {
             }
         }
     }
+    /// The first of sixteen elements, and zeros: only as many are touched.
+    #[inline(always)]
+    unsafe fn load_first(from: *const f32, count: usize) -> Self {
+        let mut own = [0.0; LANES];
+        // SAFETY: valid for this many, by the trait's contract.
+        unsafe {
+            if count == LANES {
+                return Self::load(from);
+            }
+            from.copy_to_nonoverlapping(own.as_mut_ptr(), count);
+            Self::load(own.as_ptr())
+        }
+    }
+    /// Stores the first elements only.
+    #[inline(always)]
+    unsafe fn store_first(self, to: *mut f32, count: usize) {
+        let mut own = [0.0; LANES];
+        // SAFETY: as in `load_first`.
+        unsafe {
+            if count == LANES {
+                return self.store(to);
+            }
+            self.store(own.as_mut_ptr());
+            to.copy_from_nonoverlapping(own.as_ptr(), count);
+        }
+    }
     unsafe fn splat(v: f32) -> Self;
     /// `self * b + c`, rounded once.
     unsafe fn fma(self, b: Self, c: Self) -> Self;
@@ -66,7 +92,15 @@ pub(crate) trait Vector: Copy {
     /// Lane i of result j is lane j of row i.
     unsafe fn transpose(rows: [Self; LANES]) -> [Self; LANES];
     /// Asks for the cache line at `at`, which need not be valid memory, to come to L2.
-    unsafe fn fetch(at: *const f32);
+    #[inline(always)]
+    unsafe fn fetch(at: *const f32) {
+        #[cfg(target_arch = "x86_64")]
+        // SAFETY: a hint.
+        unsafe {
+            std::arch::x86_64::_mm_prefetch::<{ std::arch::x86_64::_MM_HINT_T1 }>(at.cast())
+        };
+        let _ = at;
+    }
 }
 
 /// Without vector instructions of its own.
@@ -135,8 +169,6 @@ impl Vector for Plain {
         }
         to
     }
-    #[inline(always)]
-    unsafe fn fetch(_: *const f32) {}
 }
 
 #[cfg(target_arch = "x86_64")]
@@ -163,6 +195,16 @@ mod x86 {
         unsafe fn store(self, to: *mut f32) {
             // SAFETY: see the impl.
             unsafe { _mm512_storeu_ps(to, self.0) }
+        }
+        #[inline(always)]
+        unsafe fn load_first(from: *const f32, count: usize) -> Self {
+            // SAFETY: see the impl; lanes outside the mask are not read.
+            Wide(unsafe { _mm512_maskz_loadu_ps(((1u32 << count) - 1) as u16, from) })
+        }
+        #[inline(always)]
+        unsafe fn store_first(self, to: *mut f32, count: usize) {
+            // SAFETY: see the impl; lanes outside the mask are not written.
+            unsafe { _mm512_mask_storeu_ps(to, ((1u32 << count) - 1) as u16, self.0) }
         }
         #[inline(always)]
         unsafe fn splat(v: f32) -> Self {
@@ -202,11 +244,6 @@ mod x86 {
                 let rows = std::mem::transmute::<[Wide; LANES], [__m512i; LANES]>(rows);
                 std::mem::transmute::<[__m512i; LANES], [Wide; LANES]>(transpose(rows))
             }
-        }
-        #[inline(always)]
-        unsafe fn fetch(at: *const f32) {
-            // SAFETY: a hint.
-            unsafe { _mm_prefetch::<_MM_HINT_T1>(at.cast()) }
         }
     }
 
@@ -357,11 +394,6 @@ mod x86 {
                 }
                 to
             }
-        }
-        #[inline(always)]
-        unsafe fn fetch(at: *const f32) {
-            // SAFETY: a hint.
-            unsafe { _mm_prefetch::<_MM_HINT_T1>(at.cast()) }
         }
     }
 }
