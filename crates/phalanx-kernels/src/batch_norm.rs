@@ -351,12 +351,15 @@ pub struct Backward<'a> {
 }
 
 simd! {
-    fn gradient_rows<T: Element>(x: &[T], dz: &mut [T], b: Backward<'_>, clip: Clip) {
+    fn gradient_rows<T: Element>(x: &[T], from: &[T], dz: &mut [T], b: Backward<'_>, clip: Clip) {
         let n = b.slope.len();
         let c = b.channels;
         let (mean, scale, shift) = (&c.mean[..n], &c.scale[..n], &c.shift[..n]);
         let (slope, offset) = (&b.slope[..n], &b.offset[..n]);
-        for (x, d) in x.chunks_exact(n).zip(dz.chunks_exact_mut(n)) {
+        for (row, (x, d)) in x.chunks_exact(n).zip(dz.chunks_exact_mut(n)).enumerate() {
+            if let Some(from) = from.get(row * n..(row + 1) * n) {
+                d.copy_from_slice(from);
+            }
             for i in 0..n {
                 let v = x[i].wide() - mean[i];
                 let closed = clip.closed(v.mul_add(scale[i], shift[i]));
@@ -368,49 +371,21 @@ simd! {
     }
 }
 
-simd! {
-    fn gradient_rows_to<T: Element>(x: &[T], dz: &[T], dx: &mut [T], b: Backward<'_>) {
-        let n = b.slope.len();
-        let c = b.channels;
-        let (mean, scale) = (&c.mean[..n], &c.scale[..n]);
-        let (slope, offset) = (&b.slope[..n], &b.offset[..n]);
-        for ((x, d), to) in x.chunks_exact(n).zip(dz.chunks_exact(n)).zip(dx.chunks_exact_mut(n)) {
-            for i in 0..n {
-                let v = x[i].wide() - mean[i];
-                to[i] = T::of(d[i].wide().mul_add(scale[i], v.mul_add(slope[i], offset[i])));
-            }
-        }
-    }
-}
-
-/// `dy` becomes the gradient of `x`; `clip` gates it as [`Gate::Clip`] does.
+/// `dx` becomes the gradient of `x`, from `dy` or, if that is empty, from what `dx` holds; `clip` gates it as
+/// [`Gate::Clip`] does.
 #[inline(never)]
 pub fn gradient<T: Element>(
     threads: &ThreadPool,
     x: &[T],
-    dy: &mut [T],
+    (dy, dx): (&[T], &mut [T]),
     b: Backward<'_>,
     clip: Clip,
 ) {
     let piece = Chunks::of(x.len(), b.slope.len()).elems();
-    threads.split(dy, piece, |at, d| {
-        gradient_rows(&x[at..at + d.len()], d, b, clip);
-    });
-}
-
-/// The gradient of `x` into separate memory; `dz` is gated already.
-#[inline(never)]
-pub fn gradient_to<T: Element>(
-    threads: &ThreadPool,
-    x: &[T],
-    dz: &[T],
-    dx: &mut [T],
-    b: Backward<'_>,
-) {
-    let piece = Chunks::of(x.len(), b.slope.len()).elems();
-    threads.split(dx, piece, |at, to| {
-        let range = at..at + to.len();
-        gradient_rows_to(&x[range.clone()], &dz[range], to, b);
+    threads.split(dx, piece, |at, d| {
+        let range = at..at + d.len();
+        let from = dy.get(range.clone()).unwrap_or(&[]);
+        gradient_rows(&x[range], from, d, b, clip);
     });
 }
 

@@ -62,13 +62,12 @@ pub enum Mode {
 #[doc(hidden)]
 #[inline(never)]
 pub fn compiled_here() -> impl Sized {
-    fn of<T: Element>() -> [*const (); 8] {
+    fn of<T: Element>() -> [*const (); 7] {
         [
             batch_norm::statistics::<T> as *const (),
             batch_norm::normalise::<T> as *const (),
             batch_norm::backward_sums::<T> as *const (),
             batch_norm::gradient::<T> as *const (),
-            batch_norm::gradient_to::<T> as *const (),
             elementwise::add::<T, T> as *const (),
             max_pool::forward::<T> as *const (),
             max_pool::backward::<T> as *const (),

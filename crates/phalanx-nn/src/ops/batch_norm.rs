@@ -455,23 +455,16 @@ impl BatchNorm {
                 if ctx.wants(self.x) {
                     let mut dx = ctx.pool().get(T::PRECISION.memory_len(numel));
                     let to = elements_mut(dx.slice_mut(), numel);
-                    batch_norm::gradient_to(threads, x, elements(dy.slice(), numel), to, b);
+                    let from = elements(dy.slice(), numel);
+                    batch_norm::gradient(threads, x, (from, to), b, Act::None.clip());
                     ctx.give(self.x, dx);
                 }
                 ctx.give(r, dy);
             }
             None => {
-                batch_norm::gradient(
-                    threads,
-                    x,
-                    elements_mut(dy.slice_mut(), numel),
-                    b,
-                    if self.gated_by_output() {
-                        Act::None.clip()
-                    } else {
-                        clip
-                    },
-                );
+                let (to, gated) = (elements_mut(dy.slice_mut(), numel), self.gated_by_output());
+                let clip = if gated { Act::None.clip() } else { clip };
+                batch_norm::gradient(threads, x, (&[], to), b, clip);
                 ctx.give(self.x, dy);
             }
         }
