@@ -2,23 +2,24 @@
 
 use crate::par::ThreadPool;
 
+/// `v` with a floor; NaN stays.
+#[inline(always)]
+fn raised(v: f32, relu: bool) -> f32 {
+    let floor = if relu { 0.0 } else { f32::NEG_INFINITY };
+    if v < floor { floor } else { v }
+}
+
 simd! {
     /// `y = act(y + bias)`, row by row of `bias.len()`; an empty bias adds nothing.
     pub fn finish(y: &mut [f32], bias: &[f32], relu: bool) {
-        let floor = if relu { 0.0 } else { f32::NEG_INFINITY };
-        if bias.is_empty() {
-            if relu {
-                for v in y {
-                    *v = if *v < 0.0 { 0.0 } else { *v };
-                }
-            }
+        if bias.is_empty() && !relu {
             return;
         }
+        if bias.is_empty() {
+            return y.iter_mut().for_each(|v| *v = raised(*v, relu));
+        }
         for row in y.chunks_exact_mut(bias.len()) {
-            for (v, &b) in row.iter_mut().zip(bias) {
-                let s = *v + b;
-                *v = if s < floor { floor } else { s };
-            }
+            row.iter_mut().zip(bias).for_each(|(v, b)| *v = raised(*v + b, relu));
         }
     }
 }

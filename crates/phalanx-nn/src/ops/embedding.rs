@@ -93,13 +93,10 @@ impl Operation<0> for Embedding {
                 for (i, d) in indices.iter().zip(d.chunks_exact(width.max(1))) {
                     let i = i.to_bits();
                     let from = (i as usize * width).checked_sub(at);
-                    if self.padding == Some(i) {
-                        continue;
+                    let from = from.filter(|_| self.padding != Some(i));
+                    if let Some(row) = from.and_then(|from| dw.get_mut(from..from + width)) {
+                        row.iter_mut().zip(d).for_each(|(r, d)| *r += d);
                     }
-                    let Some(row) = from.and_then(|from| dw.get_mut(from..from + width)) else {
-                        continue;
-                    };
-                    row.iter_mut().zip(d).for_each(|(r, d)| *r += d);
                 }
             });
         })?;
