@@ -8,9 +8,9 @@ use super::Mode;
 use super::dropout::{MaskKey, Rate, draw, multiply};
 use super::product::{Begin, Mat, product, product_at};
 use super::softmax_dim::{Open, rows, rows_backward};
-use crate::par::{Disjoint, ThreadPool, scratch};
+use crate::par::{Disjoint, PIECE, ThreadPool, scratch};
 
-/// Queries of a block.
+/// Queries of a block. Half as many of few keys: a causal block multiplies by keys up to its last query's.
 const BLOCK: usize = 64;
 
 /// Dropout of the attention weights, which are (heads, queries, keys) in each sample.
@@ -93,15 +93,20 @@ impl Sizes {
         self.keys - self.queries
     }
 
+    /// Queries of a block, the last one's fewer.
+    fn rows(self) -> usize {
+        BLOCK >> usize::from(self.keys <= 2 * BLOCK)
+    }
+
     /// Blocks of a head.
     fn blocks(self) -> usize {
-        self.queries.div_ceil(BLOCK)
+        self.queries.div_ceil(self.rows())
     }
 
     /// Block `i` of a head of all samples'.
     fn block(self, head: usize, i: usize) -> Block {
-        let first = i * BLOCK;
-        let rows = BLOCK.min(self.queries - first);
+        let first = i * self.rows();
+        let rows = self.rows().min(self.queries - first);
         Block {
             sample: head / self.heads,
             head: head % self.heads,
@@ -177,10 +182,9 @@ impl Sizes {
     }
 }
 
-simd! {
-    fn scaled_row(from: &[f32], to: &mut [f32], factor: f32) {
-        to.iter_mut().zip(from).for_each(|(t, f)| *t = f * factor);
-    }
+/// Short: a call of wider instructions would take longer.
+fn scaled_row(from: &[f32], to: &mut [f32], factor: f32) {
+    to.iter_mut().zip(from).for_each(|(t, f)| *t = f * factor);
 }
 
 /// `y` is the sum of the values, weighted by the softmax of queries times keys.
@@ -234,7 +238,7 @@ pub fn backward(
     // Sums of keys and values continue from block to block.
     let [dq, dk, dv] = grads.map(|grad| {
         grad.map(|grad| {
-            grad.fill(0.0);
+            threads.split(grad, PIECE, |_, grad| grad.fill(0.0));
             Disjoint::new(grad)
         })
     });

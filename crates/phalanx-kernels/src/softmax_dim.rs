@@ -85,9 +85,11 @@ simd! {
                 continue;
             }
             for (i, (y, &most)) in y.chunks_exact_mut(width).zip(&most).enumerate() {
-                for v in &mut y[..of_row(i).1] {
-                    *v = exp_normal(*v - most);
+                let (blocks, rest) = y[..of_row(i).1].as_chunks_mut::<LANES>();
+                for block in blocks {
+                    block.iter_mut().for_each(|v| *v = exp_normal(*v - most));
                 }
+                rest.iter_mut().for_each(|v| *v = exp_normal(*v - most));
             }
             for (i, (y, sum)) in y.chunks_exact(width).zip(&mut sums).enumerate() {
                 *sum = sum_of(&y[..of_row(i).1], f64::from);
