@@ -56,17 +56,16 @@ simd! {
     ) -> (f32, f32) {
         let (channels, width) = (g.channels, g.width());
         let n = (x.len() / channels * width) as f64;
+        let rows = || x.chunks_exact(channels).map(|row| &row[from..from + width]);
         let mut mean = 0.0;
         if g.centred {
-            for row in x.chunks_exact(channels) {
-                let row = &row[from..from + width];
+            for row in rows() {
                 mean += sum_of(row, f64::from);
             }
             mean /= n;
         }
         let mut square = 0.0;
-        for row in x.chunks_exact(channels) {
-            let row = &row[from..from + width];
+        for row in rows() {
             square += sum_of(row, |v| (f64::from(v) - mean) * (f64::from(v) - mean));
         }
         let inverse = (1.0 / (square / n + eps).sqrt()) as f32;

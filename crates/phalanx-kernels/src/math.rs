@@ -147,18 +147,17 @@ pub(crate) fn erf(x: f32) -> f32 {
 /// The sum of the terms of a row: in sixteen lanes, which are then added in pairs.
 #[inline(always)]
 pub(crate) fn sum_of(x: &[f32], term: impl Fn(f32) -> f64) -> f64 {
-    let mut sums = [0.0f64; LANES];
-    let (blocks, rest) = x.as_chunks::<LANES>();
-    for x in blocks {
-        // All terms first: so both loops become vectors.
-        let mut terms = [0.0f64; LANES];
+    let add = |mut sums: [f64; LANES], x: &[f32]| {
+        // All terms first: so both loops become vectors. Adding -0 changes nothing.
+        let mut terms = [-0.0f64; LANES];
         terms.iter_mut().zip(x).for_each(|(t, &x)| *t = term(x));
         sums.iter_mut().zip(&terms).for_each(|(s, t)| *s += t);
-    }
-    for (s, &x) in sums.iter_mut().zip(rest) {
-        *s += term(x);
-    }
-    fold_lanes(sums, |a, b| a + b)
+        sums
+    };
+    let (blocks, rest) = x.as_chunks::<LANES>();
+    let sums = blocks.iter().fold([0.0; LANES], |sums, x| add(sums, x));
+    let rest = Some(rest).filter(|rest| !rest.is_empty());
+    fold_lanes(rest.into_iter().fold(sums, add), |a, b| a + b)
 }
 
 /// As [`sum_of`] of two rows of equal length, 64 terms at a time: these sums are added in order.
