@@ -276,6 +276,22 @@ unsafe fn block(
 simd! {
     /// `b` into panels of sixteen columns, `[columns / 16][rows][16]`, the last filled up with zeros.
     fn pack(b: Mat<'_>, to: &mut [f32]) {
+        if b.col_stride == 1 {
+            // Row by row, so that memory is read in order.
+            let (to, _) = to.as_chunks_mut::<LANES>();
+            for i in 0..b.rows {
+                let (whole, rest) = b.data[i * b.row_stride..][..b.cols].as_chunks::<LANES>();
+                for (j, from) in whole.iter().enumerate() {
+                    to[j * b.rows + i] = *from;
+                }
+                if !rest.is_empty() {
+                    let to = &mut to[whole.len() * b.rows + i];
+                    to.fill(0.0);
+                    to[..rest.len()].copy_from_slice(rest);
+                }
+            }
+            return;
+        }
         for (j, panel) in to
             .chunks_exact_mut(b.rows * LANES)
             .take(b.cols.div_ceil(LANES))
@@ -283,21 +299,14 @@ simd! {
         {
             let (first, wide) = (j * LANES, LANES.min(b.cols - j * LANES));
             let from = &b.data[first * b.col_stride..];
-            let (rows, _) = panel.as_chunks_mut::<LANES>();
             if b.row_stride == 1 && wide == LANES {
                 transpose_rows(from, b.col_stride, panel, b.rows);
                 continue;
             }
-            for (i, to) in rows.iter_mut().enumerate() {
-                let from = &from[i * b.row_stride..];
-                match from.first_chunk() {
-                    Some(all) if b.col_stride == 1 && wide == LANES => *to = *all,
-                    _ => {
-                        to.fill(0.0);
-                        for (l, to) in to[..wide].iter_mut().enumerate() {
-                            *to = from[l * b.col_stride];
-                        }
-                    }
+            for (i, to) in panel.as_chunks_mut::<LANES>().0.iter_mut().enumerate() {
+                to.fill(0.0);
+                for (l, to) in to[..wide].iter_mut().enumerate() {
+                    *to = from[i * b.row_stride + l * b.col_stride];
                 }
             }
         }
