@@ -538,7 +538,7 @@ const FILES_IN_CIRCLES: usize = 46;
 
 /// The number of lines of code in the whole repository that is allowed. It may only fall: a feature that needs lines frees as
 /// many first.
-const LINES: usize = 127_185;
+const LINES: usize = 127_146;
 
 /// When the code is more than this much shorter than `LINES`, `LINES` must be lowered.
 const SLACK: usize = 150;
