@@ -10,7 +10,8 @@ use super::product::{Begin, Mat, product, product_at};
 use super::softmax_dim::{Open, rows, rows_backward};
 use crate::par::{Disjoint, PIECE, ThreadPool, scratch};
 
-/// Queries of a block. Half as many of few keys: a causal block multiplies by keys up to its last query's.
+/// Queries of a block; half as many with at most twice as many keys, because a causal block
+/// multiplies by all keys up to that of its last query.
 const BLOCK: usize = 64;
 
 /// Dropout of the attention weights, which are (heads, queries, keys) in each sample.
@@ -182,7 +183,7 @@ impl Sizes {
     }
 }
 
-/// Short: a call of wider instructions would take longer.
+/// Rows are short: with `simd!` the call would take longer than the loop.
 fn scaled_row(from: &[f32], to: &mut [f32], factor: f32) {
     to.iter_mut().zip(from).for_each(|(t, f)| *t = f * factor);
 }

@@ -2,7 +2,7 @@
 
 use crate::par::ThreadPool;
 
-/// `v` with a floor; NaN stays.
+/// `v`, with `relu` at least 0; NaN stays.
 #[inline(always)]
 fn raised(v: f32, relu: bool) -> f32 {
     let floor = if relu { 0.0 } else { f32::NEG_INFINITY };

@@ -23,10 +23,10 @@ const POLLS_PER_YIELD: u32 = 64;
 /// Looks at the others at the start of a wait, about 1 µs.
 const QUICK_LOOKS: u32 = 64;
 
-/// Of so many waits in a row the first yield is not timed, which takes a twentieth of the time
-/// of a barrier; the one after them is.
+/// Waits in a row whose first yield is not timed, because to read the clock takes a twentieth of
+/// the time of a barrier. The wait after them is timed.
 const UNTIMED_LOOKS: u32 = 7;
-/// So many waits are timed from their start after a yield took a [`TIME_SLICE`].
+/// Waits that are timed from their start after a yield took a [`TIME_SLICE`].
 const TIMED_LOOKS: u32 = 5000;
 
 /// Yields before sleeping.

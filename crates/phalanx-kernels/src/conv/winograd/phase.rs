@@ -12,18 +12,18 @@ use crate::vector::LANES;
 /// 1 where a phase has the odd rows, or columns. In this order the phases that a position has
 /// follow one another.
 const ODD: [[usize; 2]; 4] = [[0, 0], [1, 0], [1, 1], [0, 1]];
-/// The phase with every position that another has: those of the image without phases.
+/// The phase that has the positions of all others. The side without phases has the same.
 const WIDEST: usize = 2;
 /// Stride 1: one image, all positions, all taps.
 const WHOLE: usize = ODD.len();
 
-/// Whether a phase has position (i, j): whether it is not zero whatever the values.
+/// Whether a phase has position (i, j) of the transform. The others are always zero.
 #[inline(always)]
 pub(super) fn has(phase: usize, i: usize, j: usize) -> bool {
     phase == WHOLE || (i > 0 && j > 0 && i < 5 + ODD[phase][0] && j < 5 + ODD[phase][1])
 }
 
-/// The kernel's tap at (y, x) of a phase's kernel, which has zeros elsewhere.
+/// The layer's tap at (y, x) of a phase's kernel; `None` where that has a zero.
 #[inline(always)]
 pub(super) fn tap(phase: usize, y: usize, x: usize) -> Option<usize> {
     if phase == WHOLE {
